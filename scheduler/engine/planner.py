@@ -21,7 +21,15 @@ from megavm.scheduler.engine.blocks import BlockManager
 from megavm.scheduler.engine.pace import StepPace
 from megavm.scheduler.engine.sequence import Sequence, State
 from megavm.scheduler.engine.step import Admission, Ints, Plan, Step
-from megavm.scheduler.llama.graph import check_sequences
+
+
+def check_sequences(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Raise ValueError when the sequences that decode do not fit into a step."""
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_num_seqs, "
+            f"{max_num_seqs}: every sequence needs a row of the step"
+        )
 
 
 class Planner:

@@ -33,21 +33,9 @@ def default_logit_rows(max_num_seqs: int, max_num_batched_tokens: int) -> int:
     return max(max_num_seqs, min(MAX_LOGIT_ROWS, max_num_batched_tokens))
 
 
-def check_sequences(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Raise ValueError when the sequences that decode do not fit into a step."""
-    if max_num_batched_tokens < max_num_seqs:
-        raise ValueError(
-            f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_num_seqs, "
-            f"{max_num_seqs}: every sequence needs a row of the step"
-        )
-
-
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that all programs of a model share.
-
-    Raises ValueError when one is not positive, or the sequences do not fit into a step.
-    """
+    """The sizes that all programs of a model share. Raises ValueError when one is not positive."""
 
     max_num_seqs: int
     max_model_len: int
@@ -60,7 +48,6 @@ class Limits:
         for name, value in vars(self).items():
             if value < 1:
                 raise ValueError(f"{name} is {value}, expected at least 1")
-        check_sequences(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def blocks_per_sequence(self) -> int:

@@ -32,6 +32,7 @@ from megavm.restrictions import RestrictionCompiler
 from megavm.sampling_params import SamplingParams, is_integer, is_number
 from megavm.scheduler.engine.engine import Engine
 from megavm.scheduler.engine.logprobs import TokenLogprobs
+from megavm.scheduler.engine.planner import check_sequences
 from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.sequence import Delta, Request, TokenIds, needs_sampling
 from megavm.scheduler.llama.checkpoint import Checkpoint
@@ -177,6 +178,7 @@ class LLM:
             max_num_batched_tokens = target.max_num_batched_tokens
         if max_num_seqs is None:
             max_num_seqs = min(target.max_num_seqs, max_num_batched_tokens)
+        check_sequences(max_num_seqs, max_num_batched_tokens)
         itemsize = choose_dtype(config, dtype).size
         available = gpu_bytes(config, itemsize, tensor_parallel_size) if on_gpu else cpu_bytes()
         self.max_model_len, blocks = kv_cache_size(
