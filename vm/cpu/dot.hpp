@@ -39,8 +39,7 @@ inline void pack_rows(const Worker& worker, const Input& in, int64_t begin, int6
 }
 
 // out[t][w] := x[t] . weights[w] over `width` columns, a multiple of a step, lane by lane.
-// `kStreams`: the weights are prefetched a little ahead.
-template <bool kStreams, int kTokens, int kWeights, typename Weight>
+template <int kTokens, int kWeights, typename Weight>
 MEGAVM_INLINE void dot_steps(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x_stride,
                              const Weight* const (&weights)[kWeights], int64_t width) {
   MEGAVM_UNROLL
@@ -52,8 +51,7 @@ MEGAVM_INLINE void dot_steps(Vec (&out)[kTokens][kWeights], const Weight* x, int
     for (int t = 0; t < kTokens; ++t) inputs[t] = load_step(x + t * x_stride + c);
     MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w) {
-      if constexpr (kStreams)
-        __builtin_prefetch(reinterpret_cast<const char*>(weights[w] + c) + kPrefetchBytes);
+      __builtin_prefetch(reinterpret_cast<const char*>(weights[w] + c) + kPrefetchBytes);
       const auto weight = load_step(weights[w] + c);
       MEGAVM_UNROLL
       for (int t = 0; t < kTokens; ++t) accumulate(out[t][w], weight, inputs[t]);
@@ -92,14 +90,14 @@ MEGAVM_INLINE void dot_parts(Vec (&out)[kTokens][kWeights], const Weight* x, int
 }
 
 // out[t][w] := x[t] . weights[w] over `width` columns, lane by lane.
-template <bool kStreams, int kTokens, int kWeights, typename Weight>
+template <int kTokens, int kWeights, typename Weight>
 MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x_stride,
                        const Weight* const (&weights)[kWeights], int64_t width) {
   const int64_t whole = width / kStep<Weight> * kStep<Weight>;
   if constexpr (kParts > 1 && kTokens == kMaxTokens)
     dot_parts(out, x, x_stride, weights, whole);
   else
-    dot_steps<kStreams>(out, x, x_stride, weights, whole);
+    dot_steps(out, x, x_stride, weights, whole);
   if (whole == width) return;
   MEGAVM_UNROLL
   for (int w = 0; w < kWeights; ++w) {
@@ -130,30 +128,9 @@ constexpr int kCopiedRows = 1 << 30;
 constexpr int kCopiedRows = 16;
 #endif
 
-// Fewest rows that are multiplied so long with the weights in the cache that the next ones can be
-// prefetched meanwhile. With fewer, each row of the weights is prefetched a little ahead.
-constexpr int kAheadRows = 64;
-
-// Begins to bring rows of weights that are multiplied soon into the cache, some lines at a time.
-template <typename Weight>
-struct Prefetch {
-  const Weight* weight;  // of the next row
-  int64_t stride;        // elements
-  int rows;
-  int lines;  // of a row
-  int line = 0;
-
-  MEGAVM_INLINE void some(int count) {
-    for (; count > 0 && rows > 0; --count) {
-      __builtin_prefetch(reinterpret_cast<const char*>(weight) + line * 64);
-      if (++line == lines) line = 0, weight += stride, --rows;
-    }
-  }
-};
-
 // Add the products of kTokens panel rows with `count` weight rows, `stride` elements apart, to
 // their sums.
-template <int kTokens, bool kStreams = true, typename Weight>
+template <int kTokens, typename Weight>
 MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* weight,
                             int64_t stride, int count, int64_t width, float* sums, int half,
                             bool first) {
@@ -166,8 +143,8 @@ MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* w
       weights[w] = weight + (begin + w < count ? begin + w : count - 1) * stride;
     for (int64_t c = 0; c < width; c += kPiece) {
       Vec lanes[kTokens][kWeights];
-      dot<kStreams>(lanes, panel.data + row * panel.stride + c, panel.stride, weights,
-                    width - c < kPiece ? width - c : kPiece);
+      dot(lanes, panel.data + row * panel.stride + c, panel.stride, weights,
+          width - c < kPiece ? width - c : kPiece);
       Vec rows[kLanes];
       MEGAVM_UNROLL
       for (int i = 0; i < kLanes; ++i) rows[i] = zero();
@@ -207,26 +184,19 @@ struct DotPath {
   }
 
   // Multiply the packed slice, whose first column is `begin`, with a block. `first`: store the
-  // sums; otherwise add to them. Meanwhile the beginning of the next block is prefetched.
-  MEGAVM_INLINE void multiply(const Input& in, const Block<Weight>& block,
-                              const Block<Weight>& next, int64_t begin, int64_t width, float* sums,
-                              bool first) {
+  // sums; otherwise add to them.
+  MEGAVM_INLINE void multiply(const Input& in, const Block<Weight>& block, const Block<Weight>&,
+                              int64_t begin, int64_t width, float* sums, bool first) {
     // With few rows, each weight row is read to its end. More rows share a piece of the weights
     // while it is in the cache.
     const int64_t piece = in.num_rows <= kMaxTokens ? width : kCachedColumns<Weight>;
     Panel<Weight> part = panel;
     for (int64_t c = 0; c < width; c += piece) {
       const int64_t columns = width - c < piece ? width - c : piece;
-      for (int half = 0; half < 2; ++half) {
-        if (!block.count[half]) continue;
-        Weights after = {next.half[0] + begin, next.count[0]};
-        if (half == 0 && block.count[1])
-          after = {block.half[1] + begin + c, block.count[1]};
-        else if (c + piece < width)
-          after = {block.half[0] + begin + c + piece, block.count[0]};
-        multiply_half(in, part, {block.half[half] + begin + c, block.count[half]}, after, columns,
-                      sums, half, first && c == 0);
-      }
+      for (int half = 0; half < 2; ++half)
+        if (const int count = block.count[half])
+          multiply_half(in, part, block.half[half] + begin + c, count, columns, sums, half,
+                        first && c == 0);
       part.data += piece;
     }
   }
@@ -234,44 +204,22 @@ struct DotPath {
   MEGAVM_INLINE void finish(const Input&, float*) const {}
 
  private:
-  // Rows of weights, in.k elements apart.
-  struct Weights {
-    const Weight* data;
-    int count;
-  };
-
-  // Add the products of the panel with weight rows to their sums; `after` comes behind them.
-  void multiply_half(const Input& in, const Panel<Weight>& part, const Weights& weights,
-                     const Weights& after, int64_t width, float* sums, int half, bool first) const {
-    const Weight* weight = weights.data;
-    const int count = weights.count;
+  // Add the products of the panel with `count` weight rows to their sums.
+  void multiply_half(const Input& in, const Panel<Weight>& part, const Weight* weight, int count,
+                     int64_t width, float* sums, int half, bool first) const {
     const int row = in.num_rows / kMaxTokens * kMaxTokens;  // the first of those that are left over
     const bool copied = in.num_rows >= kCopiedRows;
     for (int from = 0; from < count; from += kCachedRows) {
       const int rows = from + kCachedRows < count ? kCachedRows : count - from;
       const Weight* shared = weight + from * in.k;
-      const int left = count - from - rows;
-      Prefetch<Weight> ahead{left ? shared + rows * in.k : after.data, in.k,
-                             left ? left : after.count,
-                             static_cast<int>((width * sizeof(Weight) + 63) / 64)};
-      if (ahead.rows > kCachedRows) ahead.rows = kCachedRows;
       if (copied) {
         for (int w = 0; w < rows; ++w)
           std::memcpy(copy + w * kCachedColumns<Weight>, shared + w * in.k, sizeof(Weight) * width);
         shared = copy;
       }
       const int64_t stride = copied ? kCachedColumns<Weight> : in.k;
-      if (in.num_rows < kAheadRows) {
-        for (int top = 0; top < row; top += kMaxTokens)
-          dot_half<kMaxTokens>(part, top, shared, stride, rows, width, sums + from, half, first);
-      } else {
-        const int tiles = row / kMaxTokens, each = (ahead.rows * ahead.lines + tiles - 1) / tiles;
-        for (int top = 0; top < row; top += kMaxTokens) {
-          ahead.some(each);
-          dot_half<kMaxTokens, false>(part, top, shared, stride, rows, width, sums + from, half,
-                                      first);
-        }
-      }
+      for (int top = 0; top < row; top += kMaxTokens)
+        dot_half<kMaxTokens>(part, top, shared, stride, rows, width, sums + from, half, first);
       if (copied)
         multiply_rest(in, part, row, shared, stride, rows, width, sums + from, half, first);
     }
