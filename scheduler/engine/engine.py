@@ -230,15 +230,14 @@ class Engine:
         if request is None:
             return False
         with self._interruptible():
-            for sequence in request.sequences:
-                if sequence.state is not State.FINISHED:
-                    self._ready.append(self._end(sequence, sequence.finish("abort")))
+            for sequence in request.unfinished:
+                self._ready.append(self._end(sequence, sequence.finish("abort")))
         return True
 
     def _end(self, sequence: Sequence, delta: Delta) -> Delta:
         self.planner.remove(sequence)
         request = sequence.request
-        if all(s.state is State.FINISHED for s in request.sequences):
+        if not request.unfinished:
             self._requests.pop(request.id, None)
         return delta
 
@@ -320,7 +319,7 @@ class Engine:
         self._outstanding.clear()
         lost, waiting, ending = self.lost or isinstance(error, MachineLost), [], []
         for request in self._requests.values():
-            rest = [s for s in request.sequences if s.state is not State.FINISHED]
+            rest = request.unfinished
             if rest and not lost and all(sequence.holds_nothing for sequence in rest):
                 waiting += rest
             else:
@@ -333,7 +332,6 @@ class Engine:
                 sequence.state = State.FINISHED
             del self._requests[request.id]
         self.planner.reset(waiting)
-        self.executor.forget()
         self._recovering = False
 
     def _launch(self) -> None:
@@ -350,6 +348,7 @@ class Engine:
         self._steps.submit(self.executor, plan, begun)
 
     def _end_launches(self) -> None:
+        """Wait for what runs; its results are not collected."""
         for plan in self._outstanding:
             if plan.launch is not None:
                 self.executor.end(plan)
@@ -371,7 +370,7 @@ class Engine:
         plan = self.planner.plan()
         for sequence, error in self.planner.failed:
             self._ready.append(sequence.finish("error", error))
-            if all(s.state is State.FINISHED for s in sequence.request.sequences):
+            if not sequence.request.unfinished:
                 self._requests.pop(sequence.request.id, None)
         self.planner.failed.clear()
         if plan is not None:
@@ -482,9 +481,8 @@ class Engine:
         if self.lost:
             ending = dict.fromkeys(self._requests.values())
         for request in ending:
-            for sequence in request.sequences:
-                if sequence.state is not State.FINISHED:
-                    self._ready.append(self._end(sequence, self._stopped(sequence)))
+            for sequence in request.unfinished:
+                self._ready.append(self._end(sequence, self._stopped(sequence)))
         for sequence in reversed(list(planner.running)):
             planner.postpone(sequence)
         planner.forget_contents()

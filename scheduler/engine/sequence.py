@@ -57,6 +57,11 @@ class Request:
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt)
 
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """Its sequences that have not ended."""
+        return [s for s in self.sequences if s.state is not State.FINISHED]
+
 
 @dataclass(slots=True)
 class Delta:

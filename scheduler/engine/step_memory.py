@@ -140,7 +140,7 @@ class _Stage:
     view: memoryview  # the slab's memory, to which the host copies without torch
     times: tuple[Any, Any]  # events: begin and end of the launch
     chosen: Words  # the tokens that the launch chooses
-    written: Words  # what the host has written to the tensors of BY_WORD before it
+    written: Words  # what the host wrote before the launch, of the tensors of BY_WORD
 
 
 class DeviceStepMemory(StepMemory):

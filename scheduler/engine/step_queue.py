@@ -35,7 +35,7 @@ class Executor(Protocol):
 @dataclass(slots=True)
 class _Queued:
     plan: Plan
-    begun: bool | None  # what ``begin`` has returned
+    begun: bool | None  # the result of ``begin``; None: not called yet
 
 
 class StepQueue:

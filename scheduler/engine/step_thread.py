@@ -42,7 +42,7 @@ class _Order(Enum):
 class _Queued:
     executor: Executor | None  # while the plan is not executed
     plan: Plan
-    begun: bool | None  # what ``begin`` has returned, if it was called already
+    begun: bool | None  # the result of ``begin``; None: not called yet
     returned: threading.Event = field(default_factory=threading.Event)  # whether ``wait`` may
 
 

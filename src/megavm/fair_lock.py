@@ -17,7 +17,7 @@ class FairLock:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._next = threading.Lock()  # held by the one thread that waits for `_lock`
-        self._depth = 0  # of the thread that holds it
+        self._depth = 0  # how often the thread that holds it has entered
 
     def __enter__(self) -> None:
         if self._is_mine():

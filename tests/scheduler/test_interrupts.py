@@ -84,7 +84,7 @@ def test_the_next_request_runs_whatever_line_was_interrupted(machine: str, first
                 run_all(engine)
         except KeyboardInterrupt:
             interrupted += 1
-        run_all(engine)  # what goes on
+        run_all(engine)  # requests that had not begun
         assert_idle(engine)
         prompt = list(range(1, 6))
         request = engine.add(prompt, greedy(max_tokens=4))
