@@ -16,6 +16,7 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.buckets import OptionsFor, choose_bucket, compile_bucket
+from megavm.scheduler.run.load_gate import LoadGate
 from megavm.scheduler.run.program_cache import cached
 from megavm.scheduler.run.programs import Compile, Programs
 from megavm.scheduler.run.stand_ins import STAND_IN_ROWS, Part, best_stand_in, in_parts
@@ -36,6 +37,7 @@ class ModelPrograms:
     - ``compiled``: what has been compiled.
     - ``loaded``: executables by bucket and whether they trace.
     - ``loading``: held while a program is loaded.
+    - ``gate``: launches that wait for the host hold it, so that none is loaded beside them.
     - ``traces``: whether programs are loaded for tracing; change it with ``loading`` held.
 
     ``options``: compile options by number of rows. ``parallel``: how ranks divide the model.
@@ -65,6 +67,7 @@ class ModelPrograms:
         self.compiled = Programs()
         self.loaded: dict[tuple[Bucket, bool], Executable] = {}
         self.loading = threading.Lock()
+        self.gate = LoadGate()
         self.traces = False
         self.ahead = False  # whether likely programs are compiled before they are needed
         self._followed: set[Bucket] = set()  # used since: those likely next have been prepared
@@ -293,12 +296,13 @@ class ModelPrograms:
             if self.traces or (bucket, False) in self.loaded:
                 return
             try:
-                self.memory.allocate(program.tensors)
-                if isinstance(self.machine, CudaMachine) and self.machine.moves(
-                    program, self.memory
-                ):
-                    return
-                executable = self.machine.load(program, self.memory, verify=False)
+                with self.gate.load():
+                    self.memory.allocate(program.tensors)
+                    if isinstance(self.machine, CudaMachine) and self.machine.moves(
+                        program, self.memory
+                    ):
+                        return
+                    executable = self.machine.load(program, self.memory, verify=False)
                 # Launches may be on another stream than the copies of this thread.
                 cast(AsynchronousExecutable, executable).mark()()
             except MachineLost:

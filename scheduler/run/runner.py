@@ -132,6 +132,7 @@ class Runner:
     def give_masks(self) -> None:
         """See ``StepRunner.give_masks``."""
         self._step.give_masks()
+        self.programs.gate.release()
 
     @classmethod
     def for_checkpoint(
@@ -329,6 +330,8 @@ class Runner:
             with self._running, self._step.current():
                 if self._recorder is None:  # nor can another thread set one now
                     executable = self._loaded(bucket, started)
+                    if step.awaits_masks and not self.programs.gate.hold():
+                        raise MasksNeeded("a program is being loaded")
                     step = self._describe(step, bucket, executable.program)
                     try:
                         finish = memory.start(executable, step, steps)
@@ -336,9 +339,15 @@ class Runner:
                         # The step in progress must end before the reset.
                         finish = partial(_fail, error)
                     started()
-                    return _Launch(executable, finish, memory.release)
+                    return _Launch(executable, finish, self._release)
         self.run(step, steps, started, bucket)
         return None
+
+    def _release(self) -> None:
+        """Let a launch that awaits masks go on without them."""
+        if isinstance(self._step, DeviceStepMemory):
+            self._step.release()
+        self.programs.gate.release()
 
     def _run_parts(
         self, step: Step, steps: int, started: Callable[[], None], parts: list[Part]
@@ -388,6 +397,7 @@ class Runner:
     def _loaded(self, bucket: Bucket, started: Callable[[], None]) -> Executable:
         """The executable of a bucket; calls ``started`` if it must be made first."""
         if (bucket, self.programs.traces) not in self.programs.loaded:
+            self._release()  # an interrupt may have lost a launch that awaits masks
             started()
         return self.programs.executable(bucket)
 

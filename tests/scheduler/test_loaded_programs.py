@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,12 @@ import pytest
 import torch
 from slow_compiler import SECONDS, Slow, ended, step, wait_until
 
-from megavm.scheduler.engine.step import Step, power_of_two
+from megavm.scheduler.engine.step import MasksNeeded, Step, power_of_two
 from megavm.scheduler.llama.graph import Bucket
 from megavm.scheduler.run import model_programs
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import compile_bucket
+from megavm.scheduler.run.load_gate import MOST_SECONDS
 from megavm.vm.cuda import exchange as exchange_module
 from megavm.vm.cuda import machine as machine_module
 from megavm.vm.cuda.driver import CudaError
@@ -107,6 +110,61 @@ def test_what_is_compiled_ahead_is_loaded_ahead(
     runner.programs.prepare([sampled], last=True)
     wait_until(lambda: ended() and sampled in set(runner.programs.compiled))
     assert {(bucket, False) for bucket in (first, prompt, sampled)} == set(runner.programs.loaded)
+
+
+def test_programs_are_loaded_between_launches_that_await_masks(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, gate = on_gpu, on_gpu.programs.gate
+    one, two = (runner.programs.bucket(rows, rows, 1, decode=True) for rows in (1, 2))
+    runner.programs.program(one)
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
+    load, awaiting, refused = runner.machine.load, step(1), []
+    awaiting.awaits_masks = True
+
+    def note(*arguments: Any, **named: Any) -> Executable:
+        with pytest.raises(MasksNeeded, match="is being loaded"):
+            runner.start(awaiting)
+        refused.append(threading.current_thread().name)
+        return load(*arguments, **named)
+
+    monkeypatch.setattr(runner.machine, "load", note)
+    launch = runner.start(awaiting)
+    assert launch is not None
+    assert not refused
+    runner.programs.compile_ahead(first=[two])
+    wait_until(lambda: gate._loads == 1)
+    time.sleep(0.05)
+    assert (two, False) not in runner.programs.loaded
+    with pytest.raises(MasksNeeded, match="is being loaded"):  # so that the program's turn comes
+        runner.start(awaiting)
+    runner.give_masks()
+    wait_until(ended)
+    assert (two, False) in runner.programs.loaded
+    assert refused == ["megavm-programs"]
+    launch = runner.start(awaiting)
+    assert launch is not None
+    assert not gate._loads
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish", "another"])
+def test_programs_do_not_wait_for_launches_that_have_failed(
+    on_gpu: runner_module.Runner, end: str
+) -> None:
+    runner = on_gpu
+    runner.programs.program(runner.programs.bucket(1, 1, 1))
+    awaiting = step(1)
+    awaiting.awaits_masks = True
+    launch = runner.start(awaiting)
+    assert launch is not None
+    if end == "another":  # an interrupt has lost the first one
+        runner.start(step(2))  # whose program must be loaded
+    else:
+        with contextlib.suppress(Exception):
+            getattr(launch, end)()
+    began = time.monotonic()
+    with runner.programs.gate.load():
+        assert time.monotonic() - began < MOST_SECONDS / 2
 
 
 @pytest.mark.parametrize(

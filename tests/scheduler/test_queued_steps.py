@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -161,6 +163,46 @@ def test_masks_that_depend_on_the_last_token_come_while_their_step_runs(
         assert (own == plain[i]) is (i not in (0, 3))
         avoided = i in (0, 3) and set(words.bad_words) & set(pairwise(own))
         assert not avoided
+
+
+def test_no_kernel_is_loaded_while_a_launch_awaits_masks(
+    runner: Runner, gpu: CudaMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver would wait for the launch, and the copy of its masks for the driver."""
+    if isinstance(gpu, EmulatedMachine):
+        pytest.skip("the host runs an emulated kernel itself")
+    programs, give = runner.programs, runner.give_masks
+    words = Restriction(bad_words=tuple((a, b) for a in range(96) for b in (a - 1, a) if b >= 0))
+
+    def run() -> tuple[list[list[int]], int]:
+        engine = Engine(runner, prefix_caching=False)
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(prompt, params(), i, words)
+        results = run_all(engine)
+        faults = engine.counters.faults
+        engine.close()
+        return [results[i, 0].token_ids for i in range(len(PROMPTS))], faults
+
+    expected = run()
+    other = programs.bucket(8, 1, 1)
+    program = programs.compiled.get(other, programs.compiler())
+    threads: list[threading.Thread] = []
+
+    def give_later() -> None:
+        if runner._step._given != runner._step._awaited and not threads:  # type: ignore[attr-defined]
+            programs.loaded.pop((other, False), None)
+            monkeypatch.setattr(gpu, "_functions", {})
+            threads.append(threading.Thread(target=programs._load_beside, args=(other, program)))
+            threads[0].start()
+            time.sleep(0.3)
+            assert (other, False) not in programs.loaded
+        give()
+
+    monkeypatch.setattr(runner, "give_masks", give_later)
+    assert run() == expected
+    threads[0].join()
+    assert (other, False) in programs.loaded
+    assert expected[1] == 0
 
 
 def test_steps_behind_a_broken_one_leave_nothing(
