@@ -156,9 +156,9 @@ class Region:
     The rows of an *indexed* region are entries of an index that the host writes, not rows of the tensor:
     row r of a KV cache is the slot that the block table assigns to step row r, and row i of the token
     table belongs to the sequence of logit row i. The host guarantees that distinct entries name distinct
-    places, and all indexed regions of one tensor use the same index. The operand declares which dimensions
-    the index chooses among (Field.index); columns count through the others: in a KV cache, column
-    ``kv head * head_dim + element``.
+    places. All indexed regions of one tensor must use the same index; nothing checks that. The operand
+    declares which dimensions the index chooses among (Field.index); columns count through the others: in a
+    KV cache, column ``kv head * head_dim + element``.
 
     An *earlier* region is an indexed region that is read. The read touches only places that earlier steps
     wrote and that neither this step nor a later one writes. So it must follow the writes of the previous

@@ -34,6 +34,8 @@ ROWS_AT_ONCE = 8
 QUERY_ELEMENTS = 8192
 RUN_TOKENS = 64
 
+MOST_CHUNK = 2**31 - 1  # tokens; a kernel adds the length of a context to it in 32 bits
+
 
 class Attention(Instruction):
     """out[r, h] := softmax(scale * q[r, h] . K[0..p, g(h)]) . V[0..p, g(h)]
@@ -246,8 +248,11 @@ class Attention(Instruction):
         if q.columns % (kv_heads * head_dim):
             yield f"q has {q.columns} columns, not a multiple of {kv_heads} KV heads of {head_dim}"
             return
-        if self.chunk == 0 or self.chunk % block_size:
-            yield f"chunk {self.chunk} is not a multiple of block_size {block_size}"
+        if self.step_rows < self.row_end:
+            # Row r reads the keys and values of its sequence up to those of row r of the step.
+            yield f"step_rows is {self.step_rows}, below row_end {self.row_end}"
+        if not 0 < self.chunk <= MOST_CHUNK or self.chunk % block_size:
+            yield f"chunk {self.chunk} is not a multiple of block_size {block_size} up to {MOST_CHUNK}"
         if (self.out == NONE) == (self.num_splits == 1) or (self.partial == NONE) == (
             self.num_splits > 1
         ):

@@ -181,13 +181,16 @@ class Matmul(Product):
                 # Stricter than the kernel, which waits for it while its weights stream.
                 return TagOrder.BY_MACHINE
         order = super().tag_order(tensors, most_rows)
-        if any(tensors[h].tagged for h in present(self.addends)):
-            # Each thread waits for the addends that it adds.
-            results = present(self.out, self.out_scaled, self.out_squares, self.peaks)
-            if any(tensors[h].tagged for h in results) or order is TagOrder.BY_MACHINE:
+        if self.addends == NONE:
+            return order
+        # Each thread reads the addends that it adds right before it stores its results.
+        results = present(self.out, self.out_scaled, self.out_squares, self.peaks)
+        tags = any(tensors[h].tagged for h in results)
+        if tensors[self.addends].tagged:
+            if tags or order is TagOrder.BY_MACHINE:
                 return TagOrder.BY_MACHINE
             return TagOrder.WRITES_EARLY
-        return order
+        return TagOrder.READS_LATE if tags and order is TagOrder.KEPT else order
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from megavm.instructions.copy import Copy
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.reduce import Reduce
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, I32, DType, Part, TensorSpec
@@ -183,6 +185,7 @@ def square_product(**operands: int) -> Program:
         TensorSpec("y", (4, 8), F32, STATE),
         TensorSpec("s", (4, 1), F32, STATE),
         TensorSpec("gain", (8,), F32, WEIGHT),
+        TensorSpec("r2", (4, 8), F32, STATE),
     ]
     words: dict[str, Any] = {"x": 0, "weight": 1, "out": 3, **operands}
     words |= {"row_begin": 0, "row_end": 4, "column_begin": 0, "column_end": 8}
@@ -196,6 +199,22 @@ def test_operands_that_are_absent_do_not_hide_those_that_overlap() -> None:
         "instruction 0 (matmul): reads rows [0, 4) columns [0, 8) of r by one operand and writes some of "
         "them by another, in no particular order"
     )
+
+
+def test_constants_that_are_named_twice_do_not_hide_operands_that_overlap() -> None:
+    twice = {"bias": 5, "out_gain": 5, "out_scaled": 3, "out_squares": 4, "out": 2}
+    verify(square_product(**{**twice, "residual": 2}))
+    text = fault(square_product(**{**twice, "residual": 6, "peaks": 6}))
+    assert "of r2 by one operand and writes some of them by another" in text
+
+
+def test_the_number_of_regions_is_limited() -> None:
+    """An instruction of a damaged program may declare any number of them."""
+    parts = TensorSpec("parts", (1, 8 * 2**40), F32, STATE)
+    tensors = [parts, TensorSpec("y", (1, 8), F32, STATE)]
+    inst = Reduce(parts=0, out=1, row_begin=0, row_end=1, column_begin=0, column_end=8)
+    text = fault(Program.build(tensors, [inst], [[0]]))
+    assert text == "instruction 0 (reduce): reads more than 4096 regions"
 
 
 @pytest.mark.parametrize(
@@ -247,6 +266,32 @@ def test_a_head_of_attention_is_whole_words(dtype: DType, refused: bool) -> None
     odd = attention(np.random.default_rng(1), case)
     expected = "out out is tagged, but a head of 5 BF16 is no whole words"
     assert list(odd.instruction.check(odd.tensors)) == ([expected] if refused else [])
+
+
+def test_attention_reads_what_its_own_rows_have_stored() -> None:
+    example = attention(
+        np.random.default_rng(1), Case("rows", 4, 2, 8, [(0, 3), (1, 7)], 2, out=F32)
+    )
+    inst, rows = example.instruction, vars(example.instruction)["row_end"]
+    assert isinstance(inst, Attention)
+    assert not list(inst.check(example.tensors))
+    inst.step_rows = rows - 1
+    (sentence,) = inst.check(example.tensors)
+    assert sentence == f"step_rows is {rows - 1}, below row_end {rows}"
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 2**32 - 16])
+def test_a_chunk_of_attention_is_whole_blocks_and_below_2_31(chunk: int) -> None:
+    example = attention(
+        np.random.default_rng(1), Case("rows", 4, 2, 8, [(0, 3), (1, 7)], 2, out=F32)
+    )
+    inst = example.instruction
+    assert isinstance(inst, Attention)
+    inst.chunk = chunk
+    (sentence,) = inst.check(example.tensors)
+    assert re.fullmatch(
+        f"chunk {chunk} is not a multiple of block_size [0-9]+ up to 2147483647", sentence
+    )
 
 
 @pytest.mark.parametrize("cls", [Attention, AttentionMerge])

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from copy_programs import ACTIVATION, TENSORS, WEIGHT, A, B, C, T, copy, fault, program
+import pytest
+from copy_programs import (
+    ACTIVATION,
+    INPUT,
+    STATE,
+    TENSORS,
+    WEIGHT,
+    A,
+    B,
+    C,
+    T,
+    copy,
+    fault,
+    program,
+)
 
 from megavm.instructions.matmul import Matmul
 from megavm.vm.isa import Wait
@@ -80,3 +94,36 @@ def test_tagged_words_must_be_read_before_the_next_step_rewrites_them() -> None:
     )
     verify(program([copy(A, T, waits=[(0, 0)]), copy(T, B, signal=0)], [[0], [1]]))
     verify(program([copy(A, T, waits=[(0, 0)]), copy(T, B, signal=0)], [[0, 1]], dynamic=True))
+
+
+@pytest.mark.parametrize(("tagged", "order"), [(False, "KEPT"), (True, "READS_LATE")])
+def test_words_of_a_product_do_not_say_that_its_addends_are_read(tagged: bool, order: str) -> None:
+    """A GPU's thread reads the addends of a result when others have stored theirs."""
+    tensors = [
+        TensorSpec("x", (2, 64), BF16, INPUT),
+        TensorSpec("w", (1024, 64), BF16, WEIGHT),
+        TensorSpec("parts", (2, 1024), F32, STATE),
+        TensorSpec("sum", (2, 1024), F32, ACTIVATION, tagged=tagged),
+        TensorSpec("y", (2, 1024), F32, STATE),
+        TensorSpec("z", (2, 1024), F32, INPUT),
+    ]
+    product = Matmul(
+        **{"x": 0, "weight": 1, "addends": 2, "out": 3, "row_begin": 0, "row_end": 2, "x_rows": 2},
+        **{"column_begin": 0, "column_end": 1024, "part": 0, "part_k": 64, "tile": 0, "eps": 0.0},
+        waits=[Wait(0, 0), Wait(1, 0)],
+        signal=2,
+    )
+    assert product.tag_order(tensors, 2).name == order
+    waits = [] if tagged else [(2, 1)]
+    read = copy(3, 4, (0, 8), waits, rows=(0, 2))
+    overwrite = copy(5, 2, (0, 1024), signal=0, rows=(0, 2))
+    rest = copy(3, 4, (8, 1024), waits, 1, (0, 2))
+    racing = Program.build(
+        tensors, [product, read, overwrite, rest], [[0], [1, 2], [3]], barriers=["p", "y", "s"]
+    )
+    if tagged:
+        assert "writes rows [0, 2) columns [0, 1024) of parts, which instruction 0" in fault(
+            racing, "cuda"
+        )
+    else:  # a barrier does say so
+        verify(racing, "cuda")

@@ -19,6 +19,8 @@ from megavm.vm.tensors import Region, TensorKind, TensorSpec
 from megavm.vm.verify.check import Check, Ints
 from megavm.vm.verify.error import VerificationError
 
+MOST_REGIONS = 4096  # that an instruction may read or write; bounds the time to verify
+
 
 class DeclarationCheck(Check):
     """Whether what the instructions of a well-formed program declare fits the program and the machine.
@@ -66,13 +68,14 @@ class DeclarationCheck(Check):
                 if self.tensors[region.tensor].writable
             ]
             self._check_gathered(number, fields, handles, regions)
+            # A result that is a constant as well is ``_check_constants``'s.
+            constants = {h for f, h in zip(fields, handles, strict=True) if not f.produced}
             twice = [
                 (field, handle)
                 for field, handle in zip(fields, handles, strict=True)
-                if handle != NONE and handles.count(handle) > 1
+                if handle not in {NONE, *constants} and handles.count(handle) > 1
             ]
-            if all(field.produced for field, _ in twice):
-                self._check_in_place(number, twice, handles, regions)
+            self._check_in_place(number, twice, regions)
             return [
                 (
                     *(region.tensor, *self._span(region), write),
@@ -111,7 +114,6 @@ class DeclarationCheck(Check):
         self,
         number: int,
         twice: Sequence[tuple[Field[Any], int]],
-        handles: Sequence[int],
         regions: Sequence[tuple[Region, bool]],
     ) -> None:
         """A tile that one operand reads and a tile that another writes are equal or do not overlap.
@@ -125,9 +127,8 @@ class DeclarationCheck(Check):
                     f"{field.name} is {self.tensors[handle].name}, which another operand names too, but "
                     "kernels store anything there",
                 )
-        for written in (region for region, write in regions if write):
-            if handles.count(written.tensor) == 1:
-                continue
+        shared = {handle for _, handle in twice}
+        for written in (r for r, write in regions if write and r.tensor in shared):
             for read in (region for region, write in regions if not write):
                 if read != written and _overlap(read, written):
                     self._fail(
@@ -164,7 +165,9 @@ class DeclarationCheck(Check):
         """The declared regions, after checks that they fit their tensors and that no two writes overlap."""
         verb = "writes" if write else "reads"
         seen: list[Region] = []
-        for region in declared(self.tensors):
+        for count, region in enumerate(declared(self.tensors)):
+            if count == MOST_REGIONS:
+                self._fail(number, f"{verb} more than {MOST_REGIONS} regions")
             if region.tensor not in operands:
                 self._fail(number, f"{verb} tensor {region.tensor}, which is none of its operands")
             spec = self.tensors[region.tensor]
