@@ -14,12 +14,12 @@ from scattering import check_scattering
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.isa import Instruction
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
-from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
+from megavm.vm.tensors import BF16, F32, I32, DType, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 MACHINES = pytest.mark.parametrize(
@@ -31,6 +31,50 @@ MACHINES = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_what_ranks_scatter_arrives_on_one_rank_alone(machine: Machine, dtype: DType) -> None:
     check_scattering(machine, dtype, (1, 2, 16, 17, 40))
+
+
+@MACHINES
+def test_dead_rows_keep_what_ranks_were_sent_before(machine: Machine) -> None:
+    """A copy to rank 1 alone, then a product whose second row is dead, then a copy of both rows."""
+    rows, share = (0, 2), (0, 4)
+    product = Matmul(
+        **{"x": 0, "weight": 1, "out": 2, "row_count": 4, "row_begin": 0, "row_end": 2},
+        **{"column_begin": 0, "column_end": 4, "part": 0, "part_k": 4, "x_rows": 2, "tile": 0},
+        eps=0.0,
+        waits=[Wait(0, 2)],
+        signal=1,
+    )
+    program = Program.build(
+        [
+            TensorSpec("x", (2, 4), F32, INPUT),
+            TensorSpec("w", (4, 4), F32, TensorKind.WEIGHT),
+            TensorSpec("all", (2, 8), F32, ACTIVATION, shares=2),
+            TensorSpec("y", (2, 8), F32, TensorKind.STATE),
+            TensorSpec("live", (1,), I32, INPUT),
+        ],
+        [
+            copy(0, 2, share, [(2, 0)], 0, rows, only=1),
+            product,
+            copy(2, 3, (0, 8), [(1, 2)], 2, rows),
+        ],
+        [[0, 1, 2]],
+        barriers=["sent", "made", "read"],
+        ranks=2,
+        shared_barriers=3,
+    )
+    verify(program, machine.name)
+    memory = machine.memory(2)
+    memory.allocate(program.tensors)
+    for number, rank in enumerate(memory.ranks):
+        rank.write("x", torch.full((2, 4), number + 1.0))
+        rank.write("w", torch.ones(4, 4))
+        rank.write("live", torch.ones(1, dtype=torch.int32))
+    machine.load(program, memory).run()
+    live = [4.0] * 4 + [8.0] * 4
+    assert [rank["y"].tolist() for rank in memory.ranks] == [
+        [live, [0.0] * 8],
+        [live, [1.0] * 4 + [2.0] * 4],
+    ]
 
 
 # What the verifier says. On each of two ranks, ``x`` is copied to the rank's share of ``all``.

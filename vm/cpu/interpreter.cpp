@@ -261,6 +261,7 @@ void Interpreter::execute(Seat& seat, const Executable& executable, uint32_t ind
   const std::vector<ExchangedRegion>& regions = executable.exchanged[index];
   for (const ExchangedRegion& region : regions)
     if (!region.write) await_tagged(seat, region);
+  seat.worker.live_end = INT64_MAX;
   kernel(words, seat.worker);
   for (const ExchangedRegion& region : regions)
     if (region.write) publish(seat, executable, region);
@@ -301,8 +302,9 @@ void Interpreter::publish(const Seat& seat, const Executable& executable,
     const Tensor& to = executable.tensors_of(rank)[region.tensor];
     for (int64_t row = region.row_begin; row < region.row_end; ++row) {
       const int64_t at = row * columns + first;
+      const bool sends = rank != seat.rank && row < seat.worker.live_end;
       if (!own.tagged) {
-        if (rank != seat.rank)
+        if (sends)
           std::memcpy(static_cast<char*>(to.data) + at * unit,
                       static_cast<const char*>(own.data) + at * unit,
                       static_cast<size_t>(count * unit));
@@ -311,8 +313,7 @@ void Interpreter::publish(const Seat& seat, const Executable& executable,
       Word* const words = static_cast<Word*>(to.data) + at;
       const Word* const values = static_cast<const Word*>(own.data) + at;
       for (int64_t word = 0; word < count; ++word) {
-        if (rank != seat.rank)
-          __atomic_store_n(&words[word].value, values[word].value, __ATOMIC_RELAXED);
+        if (sends) __atomic_store_n(&words[word].value, values[word].value, __ATOMIC_RELAXED);
         __atomic_store_n(&words[word].epoch, seat.worker.epoch, __ATOMIC_RELEASE);
       }
     }

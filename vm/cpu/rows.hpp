@@ -163,11 +163,11 @@ struct Range {
 };
 
 // The live rows of [begin, end): all of them without a count.
-MEGAVM_INLINE Range live_rows(const Worker& worker, uint32_t row_count, int64_t begin,
-                              int64_t end) {
+MEGAVM_INLINE Range live_rows(Worker& worker, uint32_t row_count, int64_t begin, int64_t end) {
   if (row_count != kNone) {
     const int64_t live = *worker.data<const int32_t>(row_count);
     end = live < end ? live : end;
+    worker.live_end = end;
   }
   return {begin, end < begin ? begin : end};
 }

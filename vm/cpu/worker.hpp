@@ -65,9 +65,10 @@ struct Worker {
   // other's.
   const Tensor* tensors = nullptr;
   const Tensor* all_tensors = nullptr;
-  size_t num_tensors = 0;  // each rank has so many
-  uint32_t step = 0;       // number of the step within its launch
-  uint32_t epoch = 0;      // tag of the step
+  size_t num_tensors = 0;        // each rank has so many
+  uint32_t step = 0;             // number of the step within its launch
+  uint32_t epoch = 0;            // tag of the step
+  int64_t live_end = INT64_MAX;  // end of the live rows that the running instruction has found
 
   // Working memory: a bump allocator, empty at the start of each instruction.
   char* arena = nullptr;
