@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,16 +176,32 @@ def sequential_order(program: Program) -> Iterator[tuple[int, int]]:
     counts = [[0] * len(program.barriers) for _ in ranks]
     queues = [(rank, queue) for rank in ranks for queue in program.queues]
     heads = [0] * len(queues)
-    # Instructions that have yet to write each tagged tensor of each rank.
-    pending: Counter[tuple[int, int]] = Counter()
+    # The regions of the tagged tensors of each rank that are not written yet.
+    pending: dict[tuple[int, int], set[tuple[Rows, Rows]]] = defaultdict(set)
 
-    def written(rank: int, inst: Instruction) -> Iterator[tuple[int, int]]:
-        for handle in {r.tensor for r in inst.writes(tensors) if tensors[r.tensor].tagged}:
-            yield from ((r, handle) for r in (ranks if tensors[handle].shares > 1 else (rank,)))
+    def written(rank: int, inst: Instruction) -> Iterator[tuple[int, int, tuple[Rows, Rows]]]:
+        for region in inst.writes(tensors):
+            spec = tensors[region.tensor]
+            if not spec.tagged:
+                continue
+            begin = spec.share_begin(rank)
+            columns = begin + region.columns[0], begin + region.columns[1]
+            for other in ranks if spec.shares > 1 else (rank,):
+                yield other, region.tensor, (region.rows, columns)
+
+    def is_complete(rank: int, region: Region) -> bool:
+        return not any(
+            rows[0] < region.rows[1]
+            and region.rows[0] < rows[1]
+            and columns[0] < region.columns[1]
+            and region.columns[0] < columns[1]
+            for rows, columns in pending.get((rank, region.tensor), ())
+        )
 
     for rank in ranks:
         for inst in program.instructions:
-            pending.update(written(rank, inst))
+            for other, handle, place in written(rank, inst):
+                pending[other, handle].add(place)
     remaining = program.ranks * len(program)
     while remaining:
         before = remaining
@@ -195,10 +211,11 @@ def sequential_order(program: Program) -> Iterator[tuple[int, int]]:
                 inst = program.instructions[index]
                 if any(counts[rank][w.barrier] < w.target for w in inst.waits):
                     break
-                if any(pending[rank, r.tensor] for r in inst.reads(tensors)):
+                if not all(is_complete(rank, region) for region in inst.reads(tensors)):
                     break
                 yield rank, index
-                pending.subtract(written(rank, inst))
+                for other, handle, place in written(rank, inst):
+                    pending[other, handle].discard(place)
                 if inst.signal is not None:
                     shared = inst.signal < program.shared_barriers
                     for other in ranks if shared else (rank,):

@@ -19,4 +19,5 @@ def _gather(inst: Copy, m: View, source: tuple[int, int], columns: tuple[int, in
         found = int(m.raw(inst.row_index)[row])
         if not 0 <= found < inst.x_rows:
             raise IndexError(f"row_index of row {row} is {found}, x_rows is {inst.x_rows}")
-        m.write(inst.out, (row, row + 1), columns, m.read(inst.x, (found, found + 1), source))
+        value = m.read(inst.x, (found, found + 1), source)
+        m.write(inst.out, (row, row + 1), columns, value, inst.only_rank)

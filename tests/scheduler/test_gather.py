@@ -244,3 +244,29 @@ def test_a_copy_that_scatters_takes_rows_through_an_index(
     for number, rank in enumerate(memory.ranks):
         own = sums[:, number * COLUMNS // ranks : (number + 1) * COLUMNS // ranks]
         torch.testing.assert_close(rank["share"].cpu(), own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("machine", [CpuMachine(), ReferenceMachine()], ids=lambda m: m.name)
+def test_ranks_add_up_rows_that_they_have_gathered(machine: Machine, ranks: int) -> None:
+    """A copy gathers rows for one rank alone."""
+    graph = Graph(5, ranks=ranks)
+    x = graph.tensor("x", (5, 24), F32, TensorKind.INPUT)
+    index = graph.tensor("index", (3,), I32, TensorKind.INPUT)
+    h = graph.linear("h", x, graph.weight("w", (24, 24), F32), dtype=F32)
+    chosen = graph.gather("chosen", h, index, None, 3)
+    graph.output(graph.all_gather("all", graph.reduce_scatter("sum", chosen, None, F32)), "y")
+    program = compile_graph(graph, CompileOptions(3, machine=machine.name))
+    memory = machine.memory(ranks)
+    memory.allocate(program.tensors)
+    torch.manual_seed(0)
+    x_values, weight = torch.randn(ranks, 5, 24), torch.randn(24, 24)
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+    for number, rank in enumerate(memory.ranks):
+        rank.write("x", x_values[number])
+        rank.write("w", weight)
+        rank.write("index", rows)
+    machine.load(program, memory).run(2)
+    want = (x_values.sum(0) @ weight.T)[rows.long()]
+    for rank in memory.ranks:
+        torch.testing.assert_close(rank["y"][:3], want, rtol=1e-4, atol=1e-4)

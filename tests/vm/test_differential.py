@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from copy_programs import copy
 
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
@@ -14,7 +15,7 @@ from megavm.vm.machine import Executable, memory_on_cpu
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
-from megavm.vm.tensors import F32, TensorKind
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 
 def chain() -> Program:
@@ -101,3 +102,26 @@ def test_the_memory_given_is_left_alone() -> None:
     first_divergence(program, memory, ReferenceMachine(), ReferenceMachine())
     torch.testing.assert_close(memory["y"], before)
     assert memory.epoch == 0
+
+
+def test_the_reference_reads_words_when_they_are_written_not_all_of_their_tensor() -> None:
+    """One queue: a row of a tagged tensor is copied on before the next row is written."""
+    x, words, y = range(3)
+    program = Program.build(
+        [
+            TensorSpec("x", (2, 4), F32, TensorKind.INPUT),
+            TensorSpec("words", (2, 4), F32, TensorKind.ACTIVATION, tagged=True),
+            TensorSpec("y", (2, 4), F32, TensorKind.STATE),
+        ],
+        [
+            copy(*places, (0, 4), rows=(row, row + 1))
+            for row in range(2)
+            for places in ((x, words), (words, y))
+        ],
+        [[0, 1, 2, 3]],
+    )
+    memory = memory_on_cpu()
+    memory.allocate(program.tensors)
+    memory.write("x", torch.arange(8.0).reshape(2, 4))
+    ReferenceMachine().load(program, memory).run()
+    assert torch.equal(memory["y"], memory["x"])
