@@ -23,6 +23,10 @@ class Storage:
         """Whether a value has a tensor."""
         return value in self._handles
 
+    def has_name(self, name: str) -> bool:
+        """Whether a tensor has this name."""
+        return name in self._by_name
+
     def handle(self, value: Value) -> int:
         """The handle of a value of the graph."""
         return self._handles[value]
@@ -89,10 +93,11 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
             if free[key]:
                 storage.place(value, free[key].pop(0))
                 continue
-            name = f"activation{counts[key]}.{value.dtype.name.lower()}.{shape[0]}x{shape[1]}"
+            form = f"{value.dtype.name.lower()}.{shape[0]}x{shape[1]}"
             if value.shares > 1:
-                name += f".shares{value.shares}"
-            counts[key] += 1
+                form += f".shares{value.shares}"
+            while storage.has_name(name := f"activation{counts[key]}.{form}"):
+                counts[key] += 1
             spec = TensorSpec(name, shape, value.dtype, TensorKind.ACTIVATION, shares=value.shares)
             storage.place(value, storage.add(spec))
         for value in dying[i]:

@@ -182,6 +182,24 @@ def test_a_norm_is_done_by_those_around_it_where_they_can(graph: Graph, kinds: l
     assert "rms_norm" in [o.kind for o in plain]
 
 
+@pytest.mark.parametrize("fuse_norm", [True, False])
+def test_a_norm_that_is_multiplied_and_added_stays(machine: Machine, fuse_norm: bool) -> None:
+    """As in models that normalise what they add up."""
+    graph = Graph(4)
+    x = graph.tensor("x", (4, 64), F32, TensorKind.INPUT)
+    h = graph.linear("h", x, graph.weight("w", (64, 64), F32), dtype=F32)
+    n = graph.rms_norm("n", h, graph.weight("gain", (64,), F32), 1e-5)
+    product = graph.linear("p", n, graph.weight("w2", (64, 64), F32), dtype=F32)
+    graph.output(graph.add("o", product, n), "out")
+    program = compile_graph(graph, CompileOptions(2, fuse_norm=fuse_norm))
+    memory = random_memory(program, device=machine.memory_device)
+    machine.load(program, memory).run()
+    own = memory.copy("cpu")
+    made = own["x"] @ own["w"].T
+    normed = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + 1e-5) * own["gain"]
+    torch.testing.assert_close(own["out"], normed @ own["w2"].T + normed, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", ALL_OPTIONS, ids=name_of)
 @pytest.mark.parametrize("fuse_norm", [True, False])
 def test_normalised_products_equal_torch(

@@ -273,3 +273,15 @@ def test_values_of_another_graph_are_refused() -> None:
 def test_options_of_an_unknown_machine_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="machine 'xpu' is not cpu, cuda, reference"):
         make("xpu", 1, 1)
+
+
+def test_an_output_may_have_the_name_that_an_activation_would_get(machine: Machine) -> None:
+    graph = Example()
+    name = f"activation0.f32.{ROWS}x{SIZE}"
+    graph.output(graph.product("first", graph.x), name)
+    graph.output(graph.product("last", graph.product("middle", graph.x)), "out")
+    program = compile_graph(graph, CompileOptions(2))
+    memory = random_memory(program, device=machine.memory_device)
+    machine.load(program, memory).run()
+    own = memory.copy("cpu")
+    torch.testing.assert_close(own[name], own["x"] @ own["first.w"].T, rtol=1e-4, atol=1e-4)
