@@ -67,6 +67,8 @@ class Memory:
 
     @epoch.setter
     def epoch(self, value: int) -> None:
+        if not isinstance(value, int):
+            raise ValueError(f"the epoch would be {value}: a run has a whole number of steps")
         self._first._epoch = value
 
     def __contains__(self, name: object) -> bool:

@@ -237,14 +237,16 @@ def test_sampling_gets_the_peaks_of_every_tile_of_the_logits(options: CompileOpt
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("column_unit", 0, "column_unit is 0, expected at least 1"),
+        ("column_unit", 0, "column_unit is 0, expected an integer of at least 1"),
         ("column_unit", 9, "column_unit is 9, expected an even number"),
-        ("workers", 0, "workers is 0, expected at least 1"),
+        ("workers", 0, "workers is 0, expected an integer of at least 1"),
+        ("workers", 1.5, "workers is 1.5, expected an integer of at least 1"),
+        ("part_of_k", 64.0, "part_of_k is 64.0, expected a multiple of 64"),
         ("part_of_k", 48, "part_of_k is 48, expected a multiple of 64"),
         ("part_of_k", -64, "part_of_k is -64, expected a multiple of 64"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(name: str, value: int, sentence: str) -> None:
+def test_options_that_make_no_sense_are_refused(name: str, value: float, sentence: str) -> None:
     options: dict[str, Any] = {"workers": 1, name: value}
     with pytest.raises(ValueError, match=sentence):
         CompileOptions(**options)

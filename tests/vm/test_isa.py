@@ -248,8 +248,8 @@ def test_what_an_instruction_accesses_must_be_declared() -> None:
 @pytest.mark.parametrize(
     ("shape", "kind", "tagged", "sentence"),
     [
-        ((), TensorKind.STATE, False, "every size must be positive"),
-        ((2, 0), TensorKind.STATE, False, "every size must be positive"),
+        ((), TensorKind.STATE, False, "every size must be a positive integer"),
+        ((2, 0), TensorKind.STATE, False, "every size must be a positive integer"),
         ((2, 2), TensorKind.STATE, True, "is tagged but state, not activation"),
         ((2, 3), TensorKind.ACTIVATION, True, "a row must be whole 4-byte words"),
     ],

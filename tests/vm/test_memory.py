@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from megavm.instructions.noop import Noop
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.layout import ROWS, Layout, units
+from megavm.vm.machine import Machine
 from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+from megavm.vm.reference import ReferenceMachine
 from megavm.vm.tensors import BF16, F32, Part, TensorKind, TensorSpec
 
 WEIGHT = TensorSpec("w", (2, 3), F32, TensorKind.WEIGHT)
@@ -79,8 +86,9 @@ def test_a_copy_shares_weights_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shape": (0, 3)}, "every size must be positive"),
-        ({"shape": ()}, "every size must be positive"),
+        ({"shape": (0, 3)}, "every size must be a positive integer"),
+        ({"shape": ()}, "every size must be a positive integer"),
+        ({"shape": (4.0, 6)}, r"shape \(4.0, 6\): every size must be a positive integer"),
         ({"kind": TensorKind.WEIGHT, "tagged": True}, "is tagged but weight"),
         ({"shape": (2, 3), "dtype": BF16, "tagged": True}, "whole 4-byte words"),
         ({"parts": (Part("p", 2),)}, "s has parts but is activation, not weight"),
@@ -98,6 +106,17 @@ def test_an_impossible_spec_is_refused(arguments: dict[str, object], message: st
     usual: dict[str, object] = {"shape": (2, 2), "dtype": F32, "kind": TensorKind.ACTIVATION}
     with pytest.raises(ValueError, match=message):
         TensorSpec("s", **(usual | arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [CpuMachine, ReferenceMachine])
+def test_half_a_step_is_refused_and_leaves_the_epoch(make: Callable[[], Machine]) -> None:
+    memory = Memory()
+    executable = make().load(Program.build([], [Noop()], [[0]]), memory)
+    with pytest.raises(ValueError, match=r"the epoch would be 1\.5: a run has a whole number of"):
+        executable.run(1.5)  # type: ignore[arg-type]
+    assert memory.epoch == 0
+    executable.run(2)
+    assert memory.epoch == 2
 
 
 # Weights in parts.
