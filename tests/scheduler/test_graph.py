@@ -132,6 +132,20 @@ def test_a_lowering_that_forgets_an_attribute_is_refused(monkeypatch: pytest.Mon
         compile_graph(graph, CompileOptions(2))
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_a_result_with_more_columns_than_the_operation_writes_is_refused(added: bool) -> None:
+    graph = Graph(ROWS)
+    x = graph.tensor("x", (ROWS, 6), F32, TensorKind.INPUT)
+    inputs = {"x": x, "weight": graph.weight("w", (7, 6), F32)}
+    y = graph.append("matmul", "p", inputs, 7 if added else 8, F32, like=x)
+    if added:
+        residual = graph.tensor("residual", (ROWS, 7), F32, TensorKind.INPUT)
+        y = graph.append("add", "sum", {"x": y, "residual": residual}, 8, F32, like=x)
+    graph.output(y, "out")
+    with pytest.raises(ValueError, match="p: out has 8 columns, but matmul writes 7 of them"):
+        compile_graph(graph, CompileOptions(2))
+
+
 def test_a_residual_does_not_replace_another_one() -> None:
     graph = Example()
     y = graph.do("matmul", "x=x weight=w residual=x")
