@@ -154,7 +154,11 @@ class Graph:
     # Tensors in memory.
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: DType, kind: TensorKind) -> Value:
-        """A tensor that the host binds or allocates in memory under this name."""
+        """A tensor that the host binds or allocates in memory under this name.
+
+        A weight may become a part of a joined one (rewrites/gate_up.py): memory is then allocated
+        for that, and read and written under this name (Memory).
+        """
         spec = TensorSpec(name, shape, dtype, kind)
         return Value.of(spec)
 

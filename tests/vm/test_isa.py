@@ -167,7 +167,7 @@ def test_an_operand_that_does_not_fit_is_named(change: dict[str, object], senten
 def test_a_pair_is_no_wait() -> None:
     sentence = r"RmsNorm has the wait \(0, 1\): expected Wait\(barrier, target\)"
     with pytest.raises(TypeError, match=sentence):
-        RmsNorm(**NORM, waits=[(0, 1)])
+        RmsNorm(**NORM, waits=[(0, 1)])  # type: ignore[list-item]
 
 
 def test_a_missing_operand_is_named_with_what_it_means() -> None:
