@@ -229,6 +229,12 @@ def test_an_opcode_outside_the_tables_is_refused(opcode: object) -> None:
         type("Numbered", (Instruction,), {"opcode": opcode})
 
 
+def test_an_opcode_that_another_folder_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Noop, "opcode", Copy.opcode)
+    with pytest.raises(TypeError, match="Noop and Copy both have opcode 2"):
+        instruction_set.__wrapped__()
+
+
 def test_what_an_instruction_accesses_must_be_declared() -> None:
     class Silent(Instruction):
         """(nothing)"""
