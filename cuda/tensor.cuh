@@ -63,11 +63,11 @@ __device__ __forceinline__ void store_shares(bool gathered, uint64_t address, St
       for (uint32_t rank = 1; rank < program::kRanks; ++rank) store(on_rank(address, rank));
 }
 
-// The value of a tagged word that this instruction writes. All ranks have it: the own one is
+// The value of a tagged word that this lane is about to write. All ranks have it: the own one is
 // nearest.
 __device__ __forceinline__ uint32_t written_word(const Tensor& t, uint64_t address) {
   if (is_gathered(t)) address = on_rank(address, control().rank);
-  return ptx::load_relaxed_tagged(address).x;
+  return ptx::load_rewritten(address).x;
 }
 
 // Index of the operand word that names a tensor; fault records use it.
@@ -391,6 +391,7 @@ struct EightConstants {
 };
 
 // Store one element. The other element of a tagged bf16 word keeps its value.
+// NOTE: two lanes that store the two elements of such a word at a time lose one: use write_pair.
 __device__ __forceinline__ void write_element(const Tensor& t, uint32_t row, uint32_t column,
                                               float value, uint32_t tag) {
   if (!is_tagged(t) || is_f32(t)) return write_pair(t, row, column, value, 0.0f, false, tag);

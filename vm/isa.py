@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from megavm.vm.constants import Constant
     from megavm.vm.layout import Layout
 
+# Tables have an entry for each opcode up to the largest. Words that are all zero are no instruction.
+OPCODES = range(1, 1024)
+
 Encoding = bytes  # an encoded instruction; inside Instruction ``bytes`` is a method
 
 
@@ -78,7 +81,8 @@ class Instruction:
 
     A subclass with ``is_base=True`` is no instruction, but what several instructions have in common.
 
-    Raises ValueError when an operand is missing, unknown, or does not fit its word.
+    Raises ValueError when an operand is missing, unknown, or does not fit its word, and TypeError when a wait
+    is no Wait.
     """
 
     opcode: ClassVar[int]
@@ -104,6 +108,10 @@ class Instruction:
     def __init_subclass__(cls, *, is_base: bool = False) -> None:
         if not is_base and "opcode" not in vars(cls):
             raise TypeError(f"{cls.__name__} has no opcode")
+        if not is_base and (type(cls.opcode) is not int or cls.opcode not in OPCODES):
+            raise TypeError(
+                f"{cls.__name__} has opcode {cls.opcode!r}: expected an integer from {OPCODES[0]} to {OPCODES[-1]}"
+            )
         cls.fields = tuple(f for f in vars(cls).values() if isinstance(f, Field))
         if len(cls.fields) > OPERAND_WORDS:
             raise TypeError(
@@ -142,8 +150,18 @@ class Instruction:
                 f"{type(self).__name__} has {len(waits)} waits; the header holds {MAX_WAITS}"
             )
         for wait in waits:
+            if not isinstance(wait, Wait):
+                raise TypeError(
+                    f"{type(self).__name__} has the wait {wait!r}: expected Wait(barrier, target)"
+                )
+            if type(wait.barrier) is not int or type(wait.target) is not int:
+                raise ValueError(f"{type(self).__name__} has {wait}: expected integers")
             if not (0 <= wait.barrier < NONE and 0 <= wait.target <= NONE):
                 raise ValueError(f"{type(self).__name__} has {wait}: does not fit the header")
+        if signal is not None and type(signal) is not int:
+            raise ValueError(
+                f"{type(self).__name__} signals barrier {signal!r}: expected an integer"
+            )
         if signal is not None and not 0 <= signal < NONE:
             raise ValueError(
                 f"{type(self).__name__} signals barrier {signal}: does not fit the header"

@@ -9,7 +9,7 @@ import torch
 
 from megavm.vm.huge_pages import zeros_in_huge_pages
 from megavm.vm.layout import ROWS, Layout
-from megavm.vm.tensors import DType, Part, TensorSpec
+from megavm.vm.tensors import DType, Part, TensorKind, TensorSpec
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32}
 
@@ -32,6 +32,9 @@ class Memory:
     as int32 [rows, words, 2]: the value's bits, then the epoch that wrote them. Any other tensor is stored
     contiguously in its own shape and dtype, unless a machine has given it another layout (vm/layout.py). A
     tensor that is bound in parts (TensorSpec) is stored in parts until ``relayout`` joins them.
+
+    ``spec``, ``[name]`` and ``write`` also take the name of a part. If a part is a tensor of its own as well,
+    ``write`` of its name stores both, and ``allocate`` gives the one the values of the other.
 
     The memory of a machine of several ranks is that of rank 0; ``ranks`` has all of them, in order, itself
     included. They have the same tensors and one epoch: ``allocate`` allocates on all ranks, and all other
@@ -67,18 +70,36 @@ class Memory:
 
     @epoch.setter
     def epoch(self, value: int) -> None:
+        if not isinstance(value, int):
+            raise ValueError(f"the epoch would be {value}: a run has a whole number of steps")
         self._first._epoch = value
 
     def __contains__(self, name: object) -> bool:
-        return name in self._storage
+        return name in self._storage or any(self._places_of_part(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._storage)
 
+    def _places_of_part(self, name: object) -> Iterator[tuple[str, slice]]:
+        """The tensors that have a part of this name, with its rows in each."""
+        for spec in self._specs.values():
+            begin = 0
+            for part in spec.parts:
+                if part.name == name:
+                    yield spec.name, slice(begin, begin + part.rows)
+                begin += part.rows
+
+    def _first_place(self, name: str) -> tuple[str, slice]:
+        """The first of the tensors that have a part of this name. Raises KeyError when there is none."""
+        for place in self._places_of_part(name):
+            return place
+        raise KeyError(name)
+
     def bind(self, spec: TensorSpec, *values: torch.Tensor) -> None:
         """Use one value, or one for each part, as the tensor of ``spec``, without copying them.
 
-        Raises ValueError when name, number, shape, dtype, device or layout do not fit.
+        Raises ValueError when name, number, shape, dtype, device or layout do not fit, and when it is a part
+        of a tensor that has other values.
         """
         if spec.name in self._storage:
             raise ValueError(f"tensor {spec.name} is in this memory already")
@@ -104,6 +125,12 @@ class Memory:
                     f"tensor {part.name} must be contiguous and on {self.device}; it is on "
                     f"{value.device} with strides {value.stride()}"
                 )
+        for owner, rows in self._places_of_part(spec.name):
+            if not torch.equal(self[owner][rows], torch.cat(values)):
+                raise ValueError(
+                    f"tensor {spec.name} is in this memory already, with other values, as a part of"
+                    f" {owner}: write it"
+                )
         self._specs[spec.name] = spec
         self._layouts[spec.name] = ROWS
         self._storage[spec.name] = values
@@ -126,13 +153,23 @@ class Memory:
             else:
                 storage = [_zeros(shape, dtype, rank.device) for rank in missing]
             for rank, own in zip(missing, storage, strict=True):
+                if spec.kind is TensorKind.WEIGHT:
+                    parts = spec.parts or (Part(spec.name, spec.rows),)
+                    split = torch.split(own, [part.rows for part in parts])
+                    for part, rows in zip(parts, split, strict=True):
+                        if part.name in rank:
+                            rows.copy_(rank[part.name])
                 rank._specs[spec.name] = spec
                 rank._layouts[spec.name] = ROWS
                 rank._storage[spec.name] = (own,)
 
     def spec(self, name: str) -> TensorSpec:
         """The spec that the tensor was bound or allocated with. Raises KeyError when it is absent."""
-        return self._specs[name]
+        if name in self._specs:
+            return self._specs[name]
+        owner, rows = self._first_place(name)
+        whole = self._specs[owner]
+        return TensorSpec(name, (rows.stop - rows.start, *whole.shape[1:]), whole.dtype, whole.kind)
 
     def require(self, specs: Iterable[TensorSpec], *, rows: bool = False) -> None:
         """Check that a program's tensors are present and, with ``rows``, in natural order.
@@ -191,6 +228,9 @@ class Memory:
         A view if they are stored in that form, otherwise a copy. Change a tagged tensor, or one in parts or
         in another layout, with ``write``.
         """
+        if name not in self._storage:
+            owner, rows = self._first_place(name)
+            return self[owner][rows]
         parts, spec = self._storage[name], self._specs[name]
         storage = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not spec.tagged:
@@ -202,9 +242,18 @@ class Memory:
 
         Raises ValueError when the shape is not that of the tensor.
         """
+        shape = self.spec(name).shape
+        if tuple(value.shape) != shape:
+            raise ValueError(f"tensor {name} has shape {shape}, not {tuple(value.shape)}")
+        for owner, rows in self._places_of_part(name):
+            whole = self[owner]
+            whole[rows] = value.to(self.device, whole.dtype)
+            self._store(owner, whole)
+        if name in self._storage:
+            self._store(name, value)
+
+    def _store(self, name: str, value: torch.Tensor) -> None:
         parts, spec = self._storage[name], self._specs[name]
-        if tuple(value.shape) != spec.shape:
-            raise ValueError(f"tensor {name} has shape {spec.shape}, not {tuple(value.shape)}")
         value = value.to(self.device, TORCH_DTYPE[spec.dtype]).contiguous()
         if spec.tagged:
             parts[0][..., 0] = value.reshape(spec.rows, -1).view(torch.int32)

@@ -66,9 +66,9 @@ class TensorSpec:
     shares: int = 1
 
     def __post_init__(self) -> None:
-        if not self.shape or any(d <= 0 for d in self.shape):
+        if not self.shape or not all(isinstance(d, int) and d > 0 for d in self.shape):
             raise ValueError(
-                f"tensor {self.name} has shape {self.shape}: every size must be positive"
+                f"tensor {self.name} has shape {self.shape}: every size must be a positive integer"
             )
         if self.tagged and self.kind is not TensorKind.ACTIVATION:
             raise ValueError(f"tensor {self.name} is tagged but {self.kind.value}, not activation")

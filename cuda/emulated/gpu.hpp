@@ -8,8 +8,8 @@
 //
 // The emulation checks what a GPU would not say: that all lanes come to the same meeting, that
 // addresses are aligned and inside shared memory, that semaphores get no more arrivals than they
-// count. It knows nothing of caches and of the order of memory between workers beyond that of the
-// host, and nothing of time.
+// count, that no two lanes of a warp rewrite a tagged word at a time. It knows nothing of caches
+// and of the order of memory between workers beyond that of the host, and nothing of time.
 #pragma once
 
 #include <setjmp.h>
@@ -31,6 +31,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -110,6 +111,12 @@ struct Copy {
   std::function<void()> deliver;
 };
 
+// Who was the last to load a tagged word in order to store it with one element changed.
+struct Rewrite {
+  uint32_t thread;
+  uint32_t meeting;  // the last one before
+};
+
 struct Worker {
   uint32_t block = 0, blocks = 0;
   unsigned char* shared = nullptr;
@@ -117,7 +124,8 @@ struct Worker {
   std::vector<Lane> lanes;
   std::vector<Warp> warps;
   std::vector<Copy> copies;
-  uint32_t at_barrier = 0, barrier_round = 0;  // of __syncthreads
+  std::unordered_map<uint64_t, Rewrite> rewrites;  // by address
+  uint32_t at_barrier = 0, barrier_round = 0;      // of __syncthreads
   std::mt19937 random;
   jmp_buf scheduler;
   bool progress = false;  // whether a lane has done more than poll
@@ -232,6 +240,18 @@ template <class Value>
 void store_global(uint64_t address, Value value, uint32_t alignment = sizeof(Value)) {
   __atomic_store_n(global<Value>(address, alignment), value, __ATOMIC_RELEASE);
   worker->progress = true;
+}
+
+// Lanes of a warp take turns here, but a GPU loads for all of them before it stores.
+inline void rewrite(uint64_t address) {
+  const Rewrite mine = {lane->thread, lane->meeting};
+  const auto [place, is_first] = worker->rewrites.try_emplace(address, mine);
+  Rewrite& last = place->second;
+  if (!is_first && last.thread != mine.thread && last.thread / kLanes == mine.thread / kLanes &&
+      last.meeting == mine.meeting)
+    fail("lane " + std::to_string(last.thread % kLanes) +
+         " stores the other element of a tagged word at the same time: one of them is lost");
+  last = mine;
 }
 
 // ---- mbarriers: [phase : 1][arrivals that are missing : 15][count : 16][bytes that are missing :

@@ -113,6 +113,12 @@ __device__ __forceinline__ Words2 load_relaxed_tagged(uint64_t address) {
   return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
 }
 
+// The same, of a word that this lane stores anew. Not two lanes at a time: the emulation finds
+// those.
+__device__ __forceinline__ Words2 load_rewritten(uint64_t address) {
+  return load_relaxed_tagged(address);
+}
+
 // Two {value, epoch} words: {value, epoch, value, epoch}. Each word is atomic, the two together are
 // not.
 __device__ __forceinline__ Words4 load_relaxed_tagged2(uint64_t address) {

@@ -124,7 +124,8 @@ class Graph:
 
     The methods raise ValueError when shapes or types of an operation's inputs do not fit, when an
     input is neither a tensor of memory nor a result of this graph, and when two results have the
-    same name.
+    same name. The constructor raises ValueError for ``rows`` and ``ranks`` below 1, and for a
+    ``capacity`` below ``rows``.
     """
 
     def __init__(
@@ -134,10 +135,18 @@ class Graph:
         capacity: int | None = None,
         ranks: int = 1,
     ) -> None:
+        capacity = rows if capacity is None else capacity
+        for name, value, least in (
+            ("rows", rows, 1),
+            ("ranks", ranks, 1),
+            ("capacity", capacity, rows),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"a graph has {name} {value}: expected an integer from {least} on")
         self.rows = rows
         self.ranks = ranks
         self.row_count = row_count
-        self.capacity = rows if capacity is None else capacity
+        self.capacity = capacity
         self.operations: list[Operation] = []
         self._results: dict[str, Value] = {}  # by name
         self._kept: dict[Value, Value] = {}  # results that are outputs -> the same in memory
@@ -145,7 +154,11 @@ class Graph:
     # Tensors in memory.
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: DType, kind: TensorKind) -> Value:
-        """A tensor that the host binds or allocates in memory under this name."""
+        """A tensor that the host binds or allocates in memory under this name.
+
+        A weight may become a part of a joined one (rewrites/gate_up.py): memory is then allocated
+        for that, and read and written under this name (Memory).
+        """
         spec = TensorSpec(name, shape, dtype, kind)
         return Value.of(spec)
 
@@ -410,9 +423,12 @@ class Graph:
         step.
 
         Raises ValueError when the kind is unknown, when it lacks one of the inputs or attributes,
-        and when an input that it needs is missing.
+        and when an input that it needs is missing; TypeError when an input or ``like`` is no Value.
         """
         attributes = attributes or {}
+        for name, value in (*inputs.items(), *([] if like is None else [("like", like)])):
+            if not isinstance(value, Value):
+                raise TypeError(f"{label}: {name} is {value!r}, not a Value of the graph")
         check_names(label, kind, inputs, attributes)
         rows, capacity = (like.rows, like.capacity) if like else (self.rows, self.capacity)
         out = Value(label, rows, columns, dtype, capacity)

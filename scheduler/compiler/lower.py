@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.kinds import RESULT
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
 from megavm.scheduler.compiler.tiling import Lowering
@@ -40,8 +41,8 @@ def lower(
 ) -> list[Tiles]:
     """The instructions of every operation, in topological order.
 
-    Raises ValueError for an operation that no instruction executes, and for one with an operand or
-    attribute that its instructions do not get.
+    Raises ValueError for an operation that no instruction executes, for one with an operand or
+    attribute that its instructions do not get, and for a result with columns that none writes.
     """
     handle = NONE if row_count is None else storage.add(row_count)
     context = Lowering(storage, options, handle)
@@ -52,6 +53,7 @@ def _instructions(operation: Operation, context: Lowering) -> tuple[Instruction,
     result = tuple(_lowering(operation)(operation, context))
     if result:
         _check_operands(operation, result, context.storage)
+        _check_result(operation, result, context.storage)
     return result
 
 
@@ -75,6 +77,23 @@ def _check_operands(
                 number = fields[name].check(number, operation.label)  # as it is encoded
             if any(getattr(i, name) != number for i in instructions):
                 raise ValueError(sentence.format(operation.label, name, number, operation.kind))
+
+
+def _check_result(
+    operation: Operation, instructions: Sequence[Instruction], storage: Storage
+) -> None:
+    """Raise ValueError when no instruction writes the last columns of the result."""
+    result = operation.outputs.get(RESULT)
+    if result is None:
+        return
+    handle, tensors = storage.handle(result), storage.tensors
+    ends = (r.columns[1] for i in instructions for r in i.writes(tensors) if r.tensor == handle)
+    written = max(ends, default=0)
+    if written < result.own_columns:
+        raise ValueError(
+            f"{operation.label}: {result.name} has {result.own_columns} columns, but"
+            f" {operation.kind} writes {written} of them"
+        )
 
 
 def _lowering(operation: Operation) -> Callable[[Operation, Lowering], Iterator[Instruction]]:

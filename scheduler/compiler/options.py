@@ -45,8 +45,9 @@ class CompileOptions:
       K, contexts are not split, and a GPU runs another kernel (Program.fixed_order), all of which
       is slower. Not for the reference machine, whose sums torch computes tile by tile.
 
-    Raises ValueError when a number is not positive, ``column_unit`` is odd, ``part_of_k`` is not a
-    multiple of PART_COLUMNS, a name is unknown, or the machine does not keep a ``fixed_order``.
+    Raises ValueError when a number is not a positive integer, ``column_unit`` is odd, ``part_of_k``
+    is not a multiple of PART_COLUMNS, a name is unknown, or the machine does not keep a
+    ``fixed_order``.
     """
 
     workers: int
@@ -65,9 +66,11 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         for name in ("workers", "waves", "column_unit", "min_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.part_of_k < 0 or self.part_of_k % PART_COLUMNS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value}, expected an integer of at least 1")
+        part_of_k = self.part_of_k
+        if not isinstance(part_of_k, int) or part_of_k < 0 or part_of_k % PART_COLUMNS:
             raise ValueError(
                 f"part_of_k is {self.part_of_k}, expected a multiple of {PART_COLUMNS}"
             )

@@ -103,7 +103,7 @@ def test_the_page_adds_two_folders_and_uses_them() -> None:
     files = [name for name, _ in FILE.findall(PAGE.read_text())]
     expected = ("__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py", "lower.py")
     assert files == [f"instructions/{name}/{file}" for name in NAMES for file in expected]
-    assert len(uses()) == 5
+    assert len(uses()) == 6
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +113,7 @@ def test_its_instructions_pass_the_tests_of_every_instruction(
     assert installed.run_tests("tests/instructions/test_registry.py", name) >= 10
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_its_programs_run_on_every_machine_that_there_is(installed: Installed, number: int) -> None:
     installed.run(uses()[number])
 
@@ -124,9 +124,9 @@ def test_its_graph_has_kernels_without_spills(
 ) -> None:
     monkeypatch.setenv("MEGAVM_CACHE_DIR", str(tmp_path))
     # The programs run in the test above; here their graph suffices.
-    graph, programs, _ = uses()[3].partition("gpu = ")
+    graph, programs, _ = uses()[4].partition("gpu = ")
     assert programs
-    installed.run(graph + uses()[4])
+    installed.run(graph + uses()[5])
 
 
 @pytest.mark.usefixtures("compiler")

@@ -115,6 +115,46 @@ def test_gate_and_up_are_joined_and_their_weights_stay_usable_elsewhere(machine:
     torch.testing.assert_close(found["z"], x @ values["gate.w"].T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_joined_weights_are_written_under_their_own_names(machine: Machine, shared: bool) -> None:
+    program = compile_graph(gated_graph(True, True, shared=shared), CompileOptions(2))
+    memory = Memory(machine.memory_device)
+    memory.allocate(program.tensors)
+    executable = machine.load(program, memory)
+    torch.manual_seed(2)
+    values = {name: torch.randn(18, 16) for name in ("gate.w", "up.w")}
+    values |= {name: torch.randn(18) for name in ("gate.b", "up.b")} | {"x": torch.randn(2, 16)}
+    for name, value in values.items():
+        memory.write(name, value)
+        assert memory[name].cpu().equal(value)
+    executable.run()
+    gate, up = (values["x"] @ values[f"{n}.w"].T + values[f"{n}.b"] for n in ("gate", "up"))
+    torch.testing.assert_close(memory["y"].cpu(), silu(gate) * up, rtol=1e-5, atol=1e-5)
+    if shared:
+        want = values["x"] @ values["gate.w"].T
+        torch.testing.assert_close(memory["z"].cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_joined_weights_of_any_names_are_told_apart(machine: Machine) -> None:
+    graph = Graph(2)
+    x = graph.tensor("x", (2, 16), F32, TensorKind.INPUT)
+    pairs = [("a", "b_c"), ("a_b", "c"), ("gate", "up"), ("gate_gate", "up_gate")]
+    for pair in pairs:
+        gate, up = (
+            graph.linear(f"{n}.out", x, graph.weight(n, (18, 16), F32), dtype=F32) for n in pair
+        )
+        graph.output(graph.silu_mul(f"{pair}", gate, up), f"{pair}.y")
+    program = compile_graph(graph, CompileOptions(2))
+    memory = random_memory(program, device=machine.memory_device)
+    machine.load(program, memory).run()
+    assert "gate_up" in memory
+    values = memory.copy("cpu")
+    for pair in pairs:
+        gated, other = (values["x"] @ values[n].T for n in pair)
+        want = silu(gated) * other
+        torch.testing.assert_close(values[f"{pair}.y"], want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("biases", [(True, False), (False, True)])
 def test_gate_and_up_of_which_one_has_a_bias_are_refused(biases: tuple[bool, bool]) -> None:
     with pytest.raises(ValueError, match="gated: no instruction does silu_mul"):
@@ -255,14 +295,16 @@ def test_sampling_gets_the_peaks_of_every_tile_of_the_logits(options: CompileOpt
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("column_unit", 0, "column_unit is 0, expected at least 1"),
+        ("column_unit", 0, "column_unit is 0, expected an integer of at least 1"),
         ("column_unit", 9, "column_unit is 9, expected an even number"),
-        ("workers", 0, "workers is 0, expected at least 1"),
+        ("workers", 0, "workers is 0, expected an integer of at least 1"),
+        ("workers", 1.5, "workers is 1.5, expected an integer of at least 1"),
+        ("part_of_k", 64.0, "part_of_k is 64.0, expected a multiple of 64"),
         ("part_of_k", 48, "part_of_k is 48, expected a multiple of 64"),
         ("part_of_k", -64, "part_of_k is -64, expected a multiple of 64"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(name: str, value: int, sentence: str) -> None:
+def test_options_that_make_no_sense_are_refused(name: str, value: float, sentence: str) -> None:
     options: dict[str, Any] = {"workers": 1, name: value}
     with pytest.raises(ValueError, match=sentence):
         CompileOptions(**options)

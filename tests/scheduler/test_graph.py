@@ -15,7 +15,7 @@ from megavm.scheduler.compiler.graph import Graph, Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.compiler.tiling import Lowering
 from megavm.vm.machine import Machine
-from megavm.vm.tensors import F32, I32, TensorKind
+from megavm.vm.tensors import F32, I32, TensorKind, TensorSpec
 
 ROWS, SIZE = 4, 16
 
@@ -129,6 +129,20 @@ def test_a_lowering_that_forgets_an_attribute_is_refused(monkeypatch: pytest.Mon
     compile_graph(graph, CompileOptions(2))  # 0.1 is no float32
     monkeypatch.setattr("megavm.scheduler.compiler.lower._lowering_of", lambda kind: lower)
     with pytest.raises(ValueError, match=r"p: eps is 0\.1.*, but .*rms_norm/lower.py does not"):
+        compile_graph(graph, CompileOptions(2))
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_result_with_more_columns_than_the_operation_writes_is_refused(added: bool) -> None:
+    graph = Graph(ROWS)
+    x = graph.tensor("x", (ROWS, 6), F32, TensorKind.INPUT)
+    inputs = {"x": x, "weight": graph.weight("w", (7, 6), F32)}
+    y = graph.append("matmul", "p", inputs, 7 if added else 8, F32, like=x)
+    if added:
+        residual = graph.tensor("residual", (ROWS, 7), F32, TensorKind.INPUT)
+        y = graph.append("add", "sum", {"x": y, "residual": residual}, 8, F32, like=x)
+    graph.output(y, "out")
+    with pytest.raises(ValueError, match="p: out has 8 columns, but matmul writes 7 of them"):
         compile_graph(graph, CompileOptions(2))
 
 
@@ -267,6 +281,32 @@ def test_values_of_another_graph_are_refused() -> None:
     with pytest.raises(ValueError, match="p is not the result of an operation of this graph"):
         one.output(foreign, "y")
     one.output(one.product("q", mine), "y")
+
+
+@pytest.mark.parametrize("wrong", [None, "x", TensorSpec("x", (ROWS, SIZE), F32, TensorKind.INPUT)])
+def test_an_operand_that_is_no_value_is_refused(wrong: Any) -> None:
+    graph = Example()
+    inputs = {"x": graph.x, "weight": graph.named["w"]}
+    for change in ({"x": wrong}, {"bias": wrong}):
+        with pytest.raises(TypeError, match=rf"p: {next(iter(change))} is .*, not a Value of the"):
+            graph.append("matmul", "p", inputs | change, SIZE, F32)
+    if wrong is not None:
+        with pytest.raises(TypeError, match=r"p: like is .*, not a Value of the"):
+            graph.append("matmul", "p", inputs, SIZE, F32, like=wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"rows": -1}, "a graph has rows -1: expected an integer from 1 on"),
+        ({"rows": 1.5}, r"a graph has rows 1\.5: expected an integer from 1 on"),
+        ({"rows": 4, "ranks": 0}, "a graph has ranks 0: expected an integer from 1 on"),
+        ({"rows": 4, "capacity": 2}, "a graph has capacity 2: expected an integer from 4 on"),
+    ],
+)
+def test_a_graph_of_impossible_size_is_refused(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Graph(**arguments)
 
 
 @pytest.mark.parametrize("make", [default_options, lambda name, *_: CompileOptions(1, name)])

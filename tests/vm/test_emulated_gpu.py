@@ -82,7 +82,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     loaded = ctypes.CDLL(str(made))
     for name in ("diverging_lanes", "misaligned_load", "load_beyond_shared_memory"):
         getattr(loaded, name).restype = ctypes.c_char_p
-    for name in ("one_arrival_too_many", "early_read", "multiply_fragments", "multiply_warpgroup"):
+    for name in (
+        "elements_of_one_word",
+        "one_arrival_too_many",
+        "early_read",
+        "multiply_fragments",
+        "multiply_warpgroup",
+    ):
         getattr(loaded, name).restype = ctypes.c_char_p
     return loaded
 
@@ -101,6 +107,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 def test_what_a_gpu_does_not_allow_is_refused(library: Any, name: str, text: str) -> None:
     assert text in getattr(library, name)().decode()
+
+
+def test_two_lanes_that_store_into_one_tagged_word_are_refused(library: Any) -> None:
+    found = {}
+    for in_turn in (False, True):
+        word = ctypes.c_uint64(0)
+        problem = library.elements_of_one_word(ctypes.byref(word), ctypes.c_bool(in_turn))
+        found[in_turn] = problem.decode(), word.value & 0xFFFFFFFF
+    assert found[True] == ("", 3 << 8)
+    sentence = "lane 9: lane 8 stores the other element of a tagged word at the same time: one of"
+    assert sentence in found[False][0]
 
 
 def test_a_copy_is_garbage_until_it_has_arrived(library: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -152,12 +153,21 @@ NORM: dict[str, Any] = {"x": 0, "gain": 1, "out": 2, "row_begin": 0, "row_end": 
         ({"waits": [Wait(0, 1 << 32)]}, "does not fit the header"),
         ({"signal": NONE}, "signals barrier 4294967295: does not fit the header"),
         ({"signal": -1}, "signals barrier -1: does not fit the header"),
+        ({"signal": 0.5}, "signals barrier 0.5: expected an integer"),
+        ({"signal": True}, "signals barrier True: expected an integer"),
+        ({"waits": [Wait(0.5, 1)]}, "has Wait(barrier=0.5, target=1): expected integers"),  # type: ignore[arg-type]
     ],
 )
 def test_an_operand_that_does_not_fit_is_named(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 the sentence is compared below
         RmsNorm(**{**NORM, **change})
     assert sentence in str(error.value)
+
+
+def test_a_pair_is_no_wait() -> None:
+    sentence = r"RmsNorm has the wait \(0, 1\): expected Wait\(barrier, target\)"
+    with pytest.raises(TypeError, match=sentence):
+        RmsNorm(**NORM, waits=[(0, 1)])  # type: ignore[list-item]
 
 
 def test_a_missing_operand_is_named_with_what_it_means() -> None:
@@ -212,6 +222,19 @@ def test_an_instruction_without_an_opcode_is_refused() -> None:
         type("Numberless", (Instruction,), {"x": tensor("source", F32)})
 
 
+@pytest.mark.parametrize("opcode", [0, -1, 1024, 20_000_000, (1 << 32) + 5, 7.0, True, None])
+def test_an_opcode_outside_the_tables_is_refused(opcode: object) -> None:
+    sentence = f"Numbered has opcode {opcode!r}: expected an integer from 1 to 1023"
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        type("Numbered", (Instruction,), {"opcode": opcode})
+
+
+def test_an_opcode_that_another_folder_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Noop, "opcode", Copy.opcode)
+    with pytest.raises(TypeError, match="Noop and Copy both have opcode 2"):
+        instruction_set.__wrapped__()
+
+
 def test_what_an_instruction_accesses_must_be_declared() -> None:
     class Silent(Instruction):
         """(nothing)"""
@@ -231,8 +254,8 @@ def test_what_an_instruction_accesses_must_be_declared() -> None:
 @pytest.mark.parametrize(
     ("shape", "kind", "tagged", "sentence"),
     [
-        ((), TensorKind.STATE, False, "every size must be positive"),
-        ((2, 0), TensorKind.STATE, False, "every size must be positive"),
+        ((), TensorKind.STATE, False, "every size must be a positive integer"),
+        ((2, 0), TensorKind.STATE, False, "every size must be a positive integer"),
         ((2, 2), TensorKind.STATE, True, "is tagged but state, not activation"),
         ((2, 3), TensorKind.ACTIVATION, True, "a row must be whole 4-byte words"),
     ],

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from megavm.instructions.noop import Noop
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.layout import ROWS, Layout, units
+from megavm.vm.machine import Machine
 from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+from megavm.vm.reference import ReferenceMachine
 from megavm.vm.tensors import BF16, F32, Part, TensorKind, TensorSpec
 
 WEIGHT = TensorSpec("w", (2, 3), F32, TensorKind.WEIGHT)
@@ -79,8 +86,9 @@ def test_a_copy_shares_weights_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shape": (0, 3)}, "every size must be positive"),
-        ({"shape": ()}, "every size must be positive"),
+        ({"shape": (0, 3)}, "every size must be a positive integer"),
+        ({"shape": ()}, "every size must be a positive integer"),
+        ({"shape": (4.0, 6)}, r"shape \(4.0, 6\): every size must be a positive integer"),
         ({"kind": TensorKind.WEIGHT, "tagged": True}, "is tagged but weight"),
         ({"shape": (2, 3), "dtype": BF16, "tagged": True}, "whole 4-byte words"),
         ({"parts": (Part("p", 2),)}, "s has parts but is activation, not weight"),
@@ -98,6 +106,17 @@ def test_an_impossible_spec_is_refused(arguments: dict[str, object], message: st
     usual: dict[str, object] = {"shape": (2, 2), "dtype": F32, "kind": TensorKind.ACTIVATION}
     with pytest.raises(ValueError, match=message):
         TensorSpec("s", **(usual | arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [CpuMachine, ReferenceMachine])
+def test_half_a_step_is_refused_and_leaves_the_epoch(make: Callable[[], Machine]) -> None:
+    memory = Memory()
+    executable = make().load(Program.build([], [Noop()], [[0]]), memory)
+    with pytest.raises(ValueError, match=r"the epoch would be 1\.5: a run has a whole number of"):
+        executable.run(1.5)  # type: ignore[arg-type]
+    assert memory.epoch == 0
+    executable.run(2)
+    assert memory.epoch == 2
 
 
 # Weights in parts.
@@ -206,3 +225,44 @@ def test_a_joined_tensor_has_the_parts_of_its_parts() -> None:
     assert joined.parts == (("w", 2), ("q", 4), ("k", 1))
     with pytest.raises(ValueError, match="tensor both cannot join"):
         TensorSpec.joined("both", [WEIGHT, TensorSpec("v", (2, 4), F32, TensorKind.WEIGHT)])
+
+
+@pytest.mark.parametrize("layout", [None, ROWS, units()], ids=str)
+def test_a_part_is_read_and_written_under_its_own_name(layout: Layout | None) -> None:
+    memory, q, _ = in_parts()
+    if layout is not None:
+        memory.relayout("qk", layout)
+    assert "k" in memory
+    assert "v" not in memory
+    assert memory.spec("k") == TensorSpec("k", (1, 3), F32, TensorKind.WEIGHT)
+    value = torch.randn(1, 3)
+    memory.write("k", value)
+    assert torch.equal(memory["k"], value)
+    assert torch.equal(memory["q"], q)
+    assert torch.equal(memory["qk"], torch.cat([q, value]))
+    with pytest.raises(ValueError, match=r"tensor k has shape \(1, 3\), not \(2, 3\)"):
+        memory.write("k", torch.ones(2, 3))
+    for use in (memory.spec, memory.__getitem__, lambda name: memory.write(name, value)):
+        with pytest.raises(KeyError, match="v"):
+            use("v")
+
+
+def test_a_part_that_is_a_tensor_of_its_own_has_the_values_of_the_other() -> None:
+    own = TensorSpec("q", (4, 3), F32, TensorKind.WEIGHT)
+    memory, q = Memory(), torch.randn(4, 3)
+    memory.bind(own, q)
+    memory.allocate([JOINED])
+    assert torch.equal(memory["qk"], torch.cat([q, torch.zeros(1, 3)]))
+    memory.write("q", q + 1)
+    assert torch.equal(memory.storage("q"), memory["qk"][:4])
+    other, q, _ = in_parts()
+    other.allocate([own])
+    assert torch.equal(other.storage("q"), q)
+
+
+def test_a_part_cannot_be_bound_to_other_values() -> None:
+    own = TensorSpec("q", (4, 3), F32, TensorKind.WEIGHT)
+    memory, q, _ = in_parts()
+    with pytest.raises(ValueError, match="q is in this memory already, with other values, as a p"):
+        memory.bind(own, q + 1)
+    memory.bind(own, q)

@@ -262,7 +262,7 @@ HOSTILE: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = [
     (lambda h, a: h["tensors"][0].pop(), "not enough values"),
     (lambda h, a: h["tensors"][0].__setitem__(0, 5), "tensor 5 has no name"),
     (lambda h, a: h["tensors"][0].__setitem__(1, [2, 1.5]), "tensor source has shape [2, 1.5]"),
-    (lambda h, a: h["tensors"][0].__setitem__(1, [0]), "every size must be positive"),
+    (lambda h, a: h["tensors"][0].__setitem__(1, [0]), "every size must be a positive integer"),
     (lambda h, a: h["tensors"][0].__setitem__(1, "22"), "tensor source has shape '22'"),
     (lambda h, a: h["tensors"][0].__setitem__(2, "F8"), "F8"),
     (lambda h, a: h["tensors"][0].__setitem__(3, "register"), "register"),

@@ -56,13 +56,10 @@ def _joined(gate: TensorSpec, up: TensorSpec) -> Value:
 
 
 def _joined_name(gate: str, up: str) -> str:
-    """``mlp.gate_proj.weight`` and ``mlp.up_proj.weight`` as ``mlp.gate_up_proj.weight``."""
-    begin = _begin_alike(gate, up)
-    end = _begin_alike(gate[begin:][::-1], up[begin:][::-1])
-    return f"{gate[: len(gate) - end]}_{up[begin:]}"
+    """``mlp.gate_proj.weight`` and ``mlp.up_proj.weight`` as ``mlp.gate_up_proj.weight``.
 
-
-def _begin_alike(one: str, two: str) -> int:
-    """Number of characters with which both begin."""
-    pairs = enumerate(zip(one, two, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
+    Names that do not differ in this way are quoted, so that no two pairs have the same.
+    """
+    if gate.count("gate") == 1 and up == gate.replace("gate", "up"):
+        return gate.replace("gate", "gate_up")
+    return f"{gate!r} + {up!r}"

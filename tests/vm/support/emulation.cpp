@@ -70,6 +70,28 @@ const char* one_arrival_too_many() {
       nullptr);
 }
 
+// Lanes 8 and 9 store an element each of the same tagged word, in one step or one after the other.
+const char* elements_of_one_word(uint64_t* word, bool in_turn) {
+  struct Arguments {
+    uint64_t address;
+    bool in_turn;
+  };
+  const Arguments arguments = {reinterpret_cast<uint64_t>(word), in_turn};
+  return run(
+      32,
+      [](const void* given) {
+        const Arguments& all = *static_cast<const Arguments*>(given);
+        for (uint32_t turn = 8; turn < 10; ++turn) {
+          if (emulated::lane_number() == turn) {
+            const uint32_t old = ptx::load_rewritten(all.address).x;
+            ptx::store_relaxed_tagged(all.address, old | 1u << turn, 1);
+          }
+          if (all.in_turn) __syncwarp();
+        }
+      },
+      &arguments);
+}
+
 // Whether a copy is garbage until its semaphore says that it has arrived, and right then.
 const char* early_read(const uint32_t* words, uint32_t* early, uint32_t* late) {
   struct Arguments {

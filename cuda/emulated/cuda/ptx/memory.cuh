@@ -40,6 +40,10 @@ inline Words2 load_relaxed_tagged(uint64_t address) {
   const uint64_t word = emulated::load_global<uint64_t>(address);
   return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
 }
+inline Words2 load_rewritten(uint64_t address) {
+  emulated::rewrite(address);
+  return load_relaxed_tagged(address);
+}
 inline Words4 load_relaxed_tagged2(uint64_t address) {
   emulated::global<Words4>(address);
   const Words2 first = load_relaxed_tagged(address), second = load_relaxed_tagged(address + 8);
