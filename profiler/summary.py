@@ -7,7 +7,7 @@ say. All of it comes from this module and those that it calls.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -42,6 +42,9 @@ _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the 
 # A worker or rank is named if it comes last at least this many times as often as the mean.
 _LATE: Final = 1.25
 _CLOCKS: Final = 3  # ranks whose clocks are named one by one
+_ONE_GPU: Final = (
+    1.5  # a share of the bandwidth from which it seems to be that of one GPU of several
+)
 _NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
 
 Facts = dict[str, Any]
@@ -231,10 +234,17 @@ def warnings(
             "and say little about the program"
         )
     if of_ceiling is not None and of_ceiling > 1:
-        yield (
-            f"streamed data came at {of_ceiling:.0%} of the memory's bandwidth: caches held a part "
-            "of it, so that the bandwidth does not limit this step"
-        )
+        if of_one_gpu(machine, trace.ranks, of_ceiling):
+            yield (
+                f"streamed data came at {of_ceiling:.0%} of the recorded bandwidth, which seems to "
+                f"be that of one GPU and not of all {trace.ranks}: shares of it and of the rate of "
+                "matrix products are too high, and what-if knows too slow a memory"
+            )
+        else:
+            yield (
+                f"streamed data came at {of_ceiling:.0%} of the memory's bandwidth: caches held a "
+                "part of it, so that the bandwidth does not limit this step"
+            )
     if of_flops_ceiling is not None and of_flops_ceiling > 1:
         yield (
             f"the step did {of_flops_ceiling:.0%} of the operations that matrix products of this "
@@ -260,6 +270,14 @@ def warnings(
         yield f"tracing made a token {ratio:.2f} times as long: short instructions look longer"
     if (trace.record_worker < 0).any():
         yield "the trace does not say which worker executed what (a dynamic queue)"
+
+
+def of_one_gpu(machine: Mapping[str, Any], ranks: int, of_ceiling: float) -> bool:
+    """Whether the recorded bandwidth seems to be that of one GPU of a machine with several.
+
+    Early versions of benchmarks/llama_cuda.py recorded it so.
+    """
+    return machine.get("name") == "cuda" and _ONE_GPU < of_ceiling <= ranks
 
 
 def _ranks(trace: Trace) -> Iterator[str]:

@@ -211,3 +211,24 @@ def test_the_clocks_of_many_ranks_are_said_in_one_sentence() -> None:
     facts = summary(dataclasses.replace(trace, machine={**trace.machine, "ranks": clocks}))
     said = "those of the others were -700 to -100 ns off, give or take 7 at most"
     assert any(said in note for note in facts["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "of_one"),
+    [("cuda", 1.2, False), ("cuda", 1.9, True), ("cuda", 2.5, False), ("cpu", 1.9, False)],
+)
+def test_a_bandwidth_that_seems_to_be_that_of_one_of_two_gpus_is_said(
+    name: str, share: float, of_one: bool
+) -> None:
+    trace = recorded(gather(True), [1, 0, 1, 1])
+    program = dataclasses.replace(trace.programs[0], load_bytes=trace.programs[0].bytes)
+    trace = dataclasses.replace(trace, programs=(program,))
+    streamed = summary(trace)["streamed"]
+    machine = {**trace.machine, "name": name, "bandwidth": streamed / share}
+    trace = dataclasses.replace(trace, machine=machine)
+    notes = " ".join(summary(trace)["warnings"])
+    text = format_report(report(trace))
+    assert ("seems to be that of one GPU and not of all 2" in notes) == of_one
+    assert ("recorded seems to be that of one GPU)" in text) == of_one
+    assert ("caches held a part" in notes) != of_one
+    assert ("caches hold a part" in text) != of_one

@@ -68,7 +68,9 @@ export function percent(fraction: number): string {
   return Number.isFinite(fraction) ? `${(100 * fraction).toFixed(1)} %` : "-";
 }
 
-/** A share of the memory's bandwidth. Above all of it, caches held what was read. */
-export function ofCeiling(fraction: number): string {
-  return `${percent(fraction)} of ceiling${fraction > 1 ? ", in part from caches" : ""}`;
+/** A share of the memory's bandwidth, and why it is above all of it: as profiler/summary.py says. */
+export function ofCeiling(fraction: number, machine: string, ranks: number): string {
+  const ofOneGpu = machine === "cuda" && fraction > 1.5 && fraction <= ranks;
+  const why = ofOneGpu ? ", which seems to be that of one GPU" : fraction > 1 ? ", in part from caches" : "";
+  return `${percent(fraction)} of ceiling${why}`;
 }

@@ -4,13 +4,13 @@ import type { App } from "./app.ts";
 import { css, colourOfName, word } from "./colour.ts";
 import { make } from "./dom.ts";
 import { bytes, duration, flops, integer, ofCeiling, percent, rate, rows } from "./format.ts";
-import type { Machine } from "./header.ts";
 import type { Page } from "./panel.ts";
 import { ROLES, STATES, STATE_HELP } from "./roles.ts";
 import { GROUPINGS, type GroupStatistics, type Grouping, type Scope, type Statistics } from "./statistics.ts";
 import { type Balance, balance, measure, ratePerWorkers, waitingPart } from "./statistics.ts";
 import { type Column, makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
+import type { Trace } from "./trace.ts";
 
 const PLACES = ["range", "window", "step", "trace"] as const;
 type Place = (typeof PLACES)[number];
@@ -89,7 +89,7 @@ export class StatisticsPage implements Page {
     const statistics = measure(pane.trace, found.scope, grouping);
     this.body.replaceChildren(
       make("p", "faint", this.app.sideOf(pane) + found.title),
-      ...this.summary(statistics, pane.trace.machine),
+      ...this.summary(statistics, pane.trace),
       make("h3", "", `By ${titleOf(grouping)}`),
       this.table(statistics, grouping),
       make("h3", "", "Balance: computing and loading of a worker"),
@@ -97,7 +97,8 @@ export class StatisticsPage implements Page {
     );
   }
 
-  private summary(s: Statistics, { bandwidth, flops: peak }: Machine): HTMLElement[] {
+  private summary(s: Statistics, { machine, ranks }: Trace): HTMLElement[] {
+    const { bandwidth, flops: peak } = machine;
     const total = s.states.reduce((a, b) => a + b, 0) || 1;
     const bar = make("div", "segments tall");
     const rows = STATES.map((name, state) => {
@@ -118,7 +119,7 @@ export class StatisticsPage implements Page {
       return line;
     });
     const streamed = s.streamed / s.duration;
-    const of = bandwidth === null ? "" : ` · ${ofCeiling(streamed / bandwidth)}`;
+    const of = bandwidth === null ? "" : ` · ${ofCeiling(streamed / bandwidth, machine.name, ranks)}`;
     const operations = s.flops / s.duration;
     const ofPeak = peak === null ? "" : ` · ${percent(operations / peak)} of ceiling`;
     return [

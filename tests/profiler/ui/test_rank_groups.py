@@ -10,6 +10,8 @@ import pytest
 from test_ranks import gather, recorded
 from ui.page import Viewer, table_rows
 
+from megavm.profiler.report import report
+
 
 def test_workers_of_ranks_are_named_by_rank_and_the_summary_says_who_came_last(
     viewer: Viewer, tmp_path: Path
@@ -99,3 +101,19 @@ def test_a_trace_of_one_rank_has_no_rows_of_ranks(opened: Viewer) -> None:
     options = opened.page.locator(".choices select").nth(1).locator("option")
     hidden = options.evaluate_all("(all) => all.filter((o) => o.hidden).map((o) => o.value)")
     assert hidden == ["sm", "rank"]
+
+
+def test_a_bandwidth_that_seems_to_be_that_of_one_gpu_is_said(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    trace = recorded(gather(True), [1, 0])
+    program = dataclasses.replace(trace.programs[0], load_bytes=trace.programs[0].bytes)
+    trace = dataclasses.replace(trace, programs=(program,))
+    rate = report(trace, 0)["bandwidth"]["streamed"] / 1.9
+    machine = {**trace.machine, "name": "cuda", "bandwidth": rate}
+    dataclasses.replace(trace, machine=machine).save(tmp_path / "one.megatrace")
+    viewer.open(tmp_path / "one.megatrace")
+    viewer.run("app.setStep(0, true)")
+    text = viewer.tab("Statistics")
+    assert "190.0 % of ceiling, which seems to be that of one GPU" in text
+    assert "caches" not in text
