@@ -14,6 +14,7 @@ from test_replay import PRODUCTS
 
 from megavm.instructions.copy import Copy
 from megavm.profiler.diff import diff
+from megavm.profiler.ranks import late_ranks
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.report import format_report, report
 from megavm.profiler.summary import format_summary, summary
@@ -112,6 +113,31 @@ def test_the_summary_says_which_rank_came_last(tagged: bool) -> None:
         "all times are on rank 0's clock: that of rank 1 was -340 ns off, give or take 25" in text
     )
     assert "rank 1, worker 0 came last" in text  # and not its number in the trace
+
+
+def test_an_exchange_through_a_channel_for_each_rank_counts_the_waits_for_the_own_rank() -> None:
+    """As in an all-reduce, whose sums read the words of each rank for themselves."""
+    trace = recorded(gather(True), [1, 0, 1, 1])
+    wanted = late_ranks(trace, np.arange(4))[0]
+    words = 2  # the channel of both writes
+    program = trace.programs[0]
+    assert program.channel_producers.tolist() == [1, 3, 1, 3, 0, 2]
+    divided = dataclasses.replace(
+        program,
+        channel_kind=np.append(program.channel_kind, program.channel_kind[words]),
+        channel_object=np.append(program.channel_object, program.channel_object[words]),
+        channel_target=np.append(program.channel_target, 0).astype(np.int32),
+        channel_offsets=np.array([0, 2, 4, 5, 6], np.int32),
+        waits=np.array(
+            [[0, 0, 1], [1, 2, 0], [1, 3, 0], [2, 1, 1], [3, 2, 0], [3, 3, 0]], np.int32
+        ),
+    )
+    channel = trace.record_cause_channel.copy()
+    channel[channel == words] += trace.record_rank[trace.record_cause[channel == words]]
+    trace = dataclasses.replace(trace, programs=(divided,), record_cause_channel=channel)
+    row = late_ranks(trace, np.arange(4))[0]
+    assert (row["of"], row["ns"], row["peer_ns"]) == (8, 8 * 330, 4 * 330)
+    assert row == wanted
 
 
 def test_ranks_that_come_last_equally_often_are_not_named() -> None:
