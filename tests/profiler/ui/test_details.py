@@ -15,6 +15,29 @@ _HEAR = """() => { const seen = window.seenTexts = [];
     seen.push([text, x, y]); return before.call(this, text, x, y); }; }"""
 
 
+_HEAR_LINES = """() => { const seen = window.seenLines = [];
+  const before = CanvasRenderingContext2D.prototype.fillRect;
+  CanvasRenderingContext2D.prototype.fillRect = function (x, y, w, h) {
+    if (w === 1 && h > 100) seen.push(x); return before.call(this, x, y, w, h); }; }"""
+
+
+@pytest.mark.parametrize(("steps", "all_lines"), [(900, False), (12, True)])
+def test_lines_of_steps_leave_room_between_them(
+    viewer: Viewer, tmp_path: Path, steps: int, all_lines: bool
+) -> None:
+    synthetic_trace(workers=40, steps=steps, layers=1).save(tmp_path / "steps.megatrace")
+    viewer.open(tmp_path / "steps.megatrace")
+    viewer.page.keyboard.press("Home")
+    viewer.settle()
+    viewer.page.evaluate(_HEAR_LINES)
+    viewer.run("(app.changed('view'), app.flush())")
+    edge = viewer.run("pane.body.left - 1")
+    own = viewer.run("Math.round(pane.xOf(app.view, pane.trace.stepBegin[pane.step]))")
+    lines = sorted(x for x in viewer.page.evaluate("seenLines") if x not in (edge, own))
+    assert len(lines) == steps - 1 if all_lines else 20 < len(lines) < 120
+    assert all(b - a >= 10 for a, b in pairwise(lines))
+
+
 @pytest.mark.parametrize("width", [800, 1280, 1600, 1920, 2400])
 def test_the_ruler_names_the_step_that_is_shown(opened: Viewer, width: int) -> None:
     opened.page.evaluate(_HEAR)
