@@ -32,7 +32,7 @@ from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
 
 # Version of the summary in a file. A reader ignores summaries of other versions.
-VERSION: Final = 2
+VERSION: Final = 3
 LONGEST: Final = 10  # waits, outliers and late workers that are listed
 BEST: Final = 5  # changes that would bring most, and could be made
 OUTLIER: Final = 0.05  # an outlier takes at least this much longer than the median
@@ -213,7 +213,10 @@ def _workers(selection: Selection) -> dict[str, list[int]]:
 
 def _kinds(selection: Selection) -> list[Facts]:
     """Where the kinds of instruction are in a roofline."""
-    names = ("kind", "count", "total", "bytes_per_second", "flops_per_second", "flops_per_byte")
+    names = (
+        "kind", "count", "total", "bytes_per_second", "streamed_per_second", "flops_per_second",
+        "flops_per_byte",
+    )  # fmt: skip
     return [{name: row[name] for name in names} for row in by_kind(selection)]
 
 

@@ -118,21 +118,21 @@ export class StatisticsPage implements Page {
       line.title = STATE_HELP[state]!;
       return line;
     });
-    const streamed = s.streamed / s.duration;
+    const streamed = s.streamed / s.busy;
     const of = bandwidth === null ? "" : ` · ${ofCeiling(streamed / bandwidth, machine.name, ranks)}`;
-    const operations = s.flops / s.duration;
+    const operations = s.flops / s.busy;
     const ofPeak = peak === null ? "" : ` · ${percent(operations / peak)} of ceiling`;
     return [
-      pair("duration", duration(s.duration)),
+      pair("duration", duration(s.duration) + (s.busy < s.duration ? ` · a step ran for ${duration(s.busy)}` : "")),
       pair("instructions", integer(s.count)),
       pair("streamed", `${bytes(s.streamed)} · ${rate(streamed)}${of}`),
-      pair("read and written", `${bytes(s.bytes)} · ${rate(s.bytes / s.duration)}`),
+      pair("read and written", `${bytes(s.bytes)} · ${rate(s.bytes / s.busy)}`),
       pair("operations", flops(operations) + ofPeak),
-      make("h3", "", "What a worker does"),
+      make("h3", "", "What a worker does while a step runs"),
       bar,
       ...rows,
       make("h3", "", "How long a worker's roles have an instruction"),
-      ...ROLES.map((role, i) => pair(role, `${duration(s.roles[i]! / s.workers)} · ${percent(s.roles[i]! / s.workers / s.duration)}`)),
+      ...ROLES.map((role, i) => pair(role, `${duration(s.roles[i]! / s.workers)} · ${percent(s.roles[i]! / s.workers / s.busy)}`)),
     ];
   }
 
@@ -168,7 +168,12 @@ export class StatisticsPage implements Page {
         help: "of all workers together",
       },
       { title: "wait", text: (g) => percent(waitingPart(g)), value: waitingPart, help: "part of the time that is waiting" },
-      { title: "bytes", text: (g) => bytes(g.bytes), value: (g) => g.bytes },
+      {
+        title: "bytes",
+        text: (g) => bytes(g.bytes),
+        value: (g) => g.bytes,
+        help: "that its instructions read and write; loads of later instructions are not among them",
+      },
       {
         title: "rate",
         text: (g) => (g.bytes > 0 ? rate(ratePerWorkers(g, g.bytes, s.workers)) : "-"),
