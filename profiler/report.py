@@ -25,7 +25,7 @@ from megavm.profiler.analysis import (
 )
 from megavm.profiler.critical_path import PARTS, CriticalPath, critical_path
 from megavm.profiler.summary import format_summary, of_one_gpu, summary
-from megavm.profiler.tables import as_text, percent, table, tokens_text, us, worker_name
+from megavm.profiler.tables import as_text, counted, percent, table, us, worker_name
 from megavm.profiler.trace import Trace
 from megavm.profiler.what_if import format_what_if
 
@@ -167,13 +167,15 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     machine, steps, streams = facts["machine"], facts["steps"], facts["bandwidth"]
     model = facts["model"].get("name", "unknown model")
     yield (
-        f"{model} on {machine['name']} ({machine['device']}, {machine['workers']} workers), "
-        f"recorded {facts['created']} by megavm {facts['megavm']}"
+        f"{model} on {machine['name']} ({machine['device']}, "
+        f"{counted(machine['workers'], 'worker')}), recorded {facts['created']} "
+        f"by megavm {facts['megavm']}"
     )
     numbers = f"step {steps['first']}"
     if steps["count"] > 1:
         numbers = f"{steps['count']} steps ({steps['first']} to {steps['last']})"
-    yield f"{numbers}, {tokens_text(steps['tokens'])}, {facts['records']:,} instructions executed"
+    executed = counted(facts["records"], "instruction")
+    yield f"{numbers}, {counted(steps['tokens'], 'token')}, {executed} executed"
     yield ""
     yield from format_summary(facts["summary"])
     yield from _what_if(facts["summary"]["what_if"])

@@ -27,7 +27,7 @@ from megavm.profiler.analysis import (
 from megavm.profiler.critical_path import PARTS, critical_path
 from megavm.profiler.ranks import late_ranks
 from megavm.profiler.sms import by_sm, slow_sms, sm_times
-from megavm.profiler.tables import percent, table, tokens_text, us, worker_name
+from megavm.profiler.tables import counted, percent, table, us, worker_name
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
 
@@ -233,8 +233,8 @@ def warnings(
     cores = machine.get("cores")
     if isinstance(cores, int) and trace.workers > cores > 0:
         yield (
-            f"{trace.workers} workers ran on {cores} cores: waits are mostly those for a core, "
-            "and say little about the program"
+            f"{trace.workers} workers ran on {counted(cores, 'core')}: waits are mostly those for "
+            "a core, and say little about the program"
         )
     if of_ceiling is not None and of_ceiling > 1:
         if of_one_gpu(machine, trace.ranks, of_ceiling):
@@ -364,7 +364,9 @@ def _sentence(trace: Trace, facts: Facts) -> str:
 def format_summary(facts: Facts) -> Iterator[str]:
     """The result of ``summary`` as lines, without the table of changes."""
     yield from textwrap.wrap(facts["sentence"], _WIDTH)
-    among = f"of median duration among {facts['steps']} steps of {tokens_text(facts['tokens'])}"
+    among = (
+        f"of median duration among {facts['steps']} steps of {counted(facts['tokens'], 'token')}"
+    )
     yield f"(step {facts['step']}{f', {among}' if facts['steps'] > 1 else ''})"
     for warning in facts["warnings"]:
         yield from textwrap.wrap(f"note: {warning}", _WIDTH)
@@ -431,7 +433,7 @@ def _sms(facts: Facts) -> Iterator[str]:
     least, most = (us(pick(row["ns"] for row in sms)) for pick in (min, max))
     yield ""
     yield (
-        f"SMs that compute and load longest, means of {facts['steps']} steps "
+        f"SMs that compute and load longest, means of {counted(facts['steps'], 'step')} "
         f"(all {len(sms)}: {least} to {most} us)"
     )
     several = any(row["rank"] for row in sms)
@@ -459,11 +461,9 @@ def _exchanges(rows: list[Facts], steps: int) -> Iterator[str]:
         return
     yield ""
     ranks = range(len(rows[0]["ranks"]))
-    yield (
-        f"Exchanges between ranks, of {steps} steps: the rank that came last most often, and us "
-        "that workers"
-    )
-    yield "waited: all of them, those of another rank than the last, and these for each rank"
+    among = counted(steps, "step")
+    yield f"Exchanges between ranks, of {among}: the rank that came last most often, and us that"
+    yield "workers waited: all, those of another rank than the last, and these for each rank"
     yield from table(
         ("exchange", "rank", "waits", "share", "all", "for a peer", *(f"for {r}" for r in ranks)),
         [
