@@ -3,7 +3,7 @@
 import type { App } from "./app.ts";
 import { css, colourOfName, word } from "./colour.ts";
 import { make } from "./dom.ts";
-import { bytes, duration, flops, integer, ofCeiling, percent, rate, rows } from "./format.ts";
+import { bytes, counted, duration, flops, integer, ofCeiling, percent, rate } from "./format.ts";
 import type { Page } from "./panel.ts";
 import { ROLES, STATES, STATE_HELP } from "./roles.ts";
 import { GROUPINGS, type GroupStatistics, type Grouping, type Scope, type Statistics } from "./statistics.ts";
@@ -60,11 +60,11 @@ export class StatisticsPage implements Page {
       }
       case "step": {
         const [begin, end] = [trace.stepBegin[pane.step]!, trace.stepEnd[pane.step]!];
-        const title = `step ${trace.stepNumber[pane.step]}, ${rows(trace.stepTokens[pane.step]!)}`;
+        const title = `step ${trace.stepNumber[pane.step]}, ${counted(trace.stepTokens[pane.step]!, "row")}`;
         return { scope: { begin, end: Math.max(end, begin + 1), workers: all, step: pane.step }, title };
       }
       case "trace":
-        return { scope: { begin: 0, end: trace.end, workers: all, step: -1 }, title: `${trace.steps} steps` };
+        return { scope: { begin: 0, end: trace.end, workers: all, step: -1 }, title: counted(trace.steps, "step") };
     }
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,6 +53,31 @@ def test_the_ruler_names_the_step_that_is_shown(opened: Viewer, width: int) -> N
         assert "step 2" in [name for name, *_ in names], (w, names)
         places = sorted(x for _, x, _ in names)
         assert all(b - a > 35 for a, b in pairwise(places))
+
+
+def test_small_rates_have_small_units_and_one_is_not_several(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    trace = synthetic_trace(workers=1, steps=1, layers=2)
+    (program,) = trace.programs
+    few = {name: getattr(program, name) // 1000 for name in ("bytes", "load_bytes", "flops")}
+    machine = {**trace.machine, "bandwidth": 1.5e7, "flops_per_second": 2.5e8}
+    small = dataclasses.replace(program, **few)
+    dataclasses.replace(trace, machine=machine, programs=(small,)).save(tmp_path / "one.megatrace")
+    viewer.open(tmp_path / "one.megatrace")
+    text = viewer.tab("Trace").replace("\u202f", " ")
+    assert "15.00 MB/s" in text
+    assert "250.0 MFLOP/s" in text
+    assert "12 in 1 step\n" in text
+    assert "0.0" not in " ".join(line for line in text.split("\n") if "B/s" in line)
+    viewer.tab("Statistics")
+    viewer.page.locator(".page:visible select").nth(0).select_option("trace")
+    viewer.settle()
+    text = viewer.panel()
+    assert "1 step\n" in text
+    assert "MB/s" in text
+    assert "MFLOP/s" in text
+    assert "2 layers of 1 step with 1 row," in viewer.tab("Layer")
 
 
 def test_tabs_name_their_panels_and_follow_arrows(opened: Viewer) -> None:
