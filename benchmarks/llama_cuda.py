@@ -19,7 +19,7 @@ import torch
 
 from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
-from megavm.profiler.environment import describe_machine, measure_multiplication
+from megavm.profiler.environment import describe_machine, measure_multiplication, of_all_gpus
 from megavm.profiler.recorder import Recorder
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step
@@ -165,8 +165,8 @@ def record_steps(runner: Runner, step: Step, steps: int, path: str, launches: in
     for _ in range(launches):
         runner.run(step, steps)
     # After the steps: the multiplications lower the GPU's clock for a while.
-    recorder.machine |= ReadFloor(1 << 30).ceiling()
-    recorder.machine |= measure_multiplication(machine.memory_device)
+    found = ReadFloor(1 << 30).ceiling() | measure_multiplication(machine.memory_device)
+    recorder.machine |= of_all_gpus(machine, found)
     recorder.trace().save(path)
     runner.record(None)
 

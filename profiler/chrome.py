@@ -1,8 +1,8 @@
 """Export as Chrome's trace events in JSON, which Perfetto and chrome://tracing read.
 
-A worker is a process and its roles are threads. The slices of a consumer's phases nest in the slice
-of the instruction. Arrows are flow events ("s" and "f") from the instruction whose signal or words
-came last.
+A worker is a process and the lanes of its roles are threads. The slices of a consumer's phases nest
+in the slice of the instruction. Arrows are flow events ("s" and "f") from the instruction whose
+signal or words came last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from megavm.profiler.output import open_output
 from megavm.profiler.slices import (
-    ROLES,
     THROUGH,
     Details,
     Lane,
@@ -24,6 +23,7 @@ from megavm.profiler.slices import (
     details,
     inner,
     lanes,
+    place,
     title,
 )
 from megavm.profiler.trace import Trace
@@ -76,8 +76,7 @@ def _metadata(trace: Trace, own: list[Lane]) -> Iterator[str]:
     for worker in sorted({lane.worker for lane in own}):
         yield from _name(worker + 1, None, trace.worker_title(worker), worker + 1)
     for lane in own:
-        rank = ROLES.index(lane.role)
-        yield from _name(lane.worker + 1, rank, lane.role, rank)
+        yield from _name(lane.worker + 1, lane.place, lane.name, lane.place)
 
 
 def _name(process: int, thread: int | None, name: str, rank: int) -> Iterator[str]:
@@ -139,7 +138,7 @@ def _lane(trace: Trace, found: Details, lane: Lane) -> Iterator[str]:
     consumer = lane.role == "consumer"
     about = _details(trace, found, lane) if consumer else [""] * len(record)
     parts = [(n, b.tolist(), e.tolist()) for n, b, e in inner(trace, lane)] if consumer else []
-    process, thread = lane.worker + 1, ROLES.index(lane.role)
+    process, thread = lane.worker + 1, lane.place
     for i, (begin, end, label, kind, step, instruction, size) in enumerate(
         zip(*(c.tolist() for c in columns), strict=True)
     ):
@@ -152,7 +151,7 @@ def _lane(trace: Trace, found: Details, lane: Lane) -> Iterator[str]:
 
 def _arrows(trace: Trace, own: list[Lane]) -> Iterator[str]:
     flows = arrows(trace, own)
-    thread = ROLES.index("consumer")
+    thread = place("consumer")
     worker = trace.record_worker + 1
     columns = (worker[flows.source], flows.begin, worker[flows.target], flows.end)
     rows = zip(*(c.tolist() for c in columns), strict=True)

@@ -11,7 +11,7 @@ import numpy as np
 from megavm.profiler.analysis import STATES, median_step, phases, states
 from megavm.profiler.critical_path import critical_path
 from megavm.profiler.report import LONG_PATH, contributions
-from megavm.profiler.tables import as_text, table, tokens_text
+from megavm.profiler.tables import as_text, counted, table
 from megavm.profiler.trace import Longs, Trace, TraceError
 
 PARTS: Final = STATES[:4]  # the states of instructions: all but idle
@@ -79,7 +79,7 @@ def model_differences(before: Trace, after: Trace) -> list[str]:
 
 def _step_differences(a: int, b: int) -> Iterator[str]:
     if a != b:
-        yield f"the steps are different: they have {tokens_text(a)} in A and {b} in B"
+        yield f"the steps are different: they have {counted(a, 'token')} in A and {b} in B"
 
 
 def _run_differences(before: Trace, after: Trace) -> Iterator[str]:
@@ -130,8 +130,8 @@ def judge(facts: dict[str, Any], limit: float) -> tuple[bool, str]:
     if min(facts["count"]) < LEAST_STEPS:
         a, b = facts["count"]
         raise TraceError(
-            f"{a} steps of A and {b} of B do not show their noise: a limit needs at least "
-            f"{LEAST_STEPS} of both"
+            f"{counted(a, 'step')} of A and {b} of B do not show their noise: a limit needs at "
+            f"least {LEAST_STEPS} of both"
         )
     said, change, least = _said(facts), facts["slower"]["change"], facts["slower"]["least"]
     if least > limit:
@@ -242,11 +242,12 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     ):
         yield (
             f"{name}  {model.get('name', 'unknown model')} on {machine['name']} "
-            f"({machine['device']}, {machine['workers']} workers), {count} steps"
+            f"({machine['device']}, {counted(machine['workers'], 'worker')}), "
+            f"{counted(count, 'step')}"
         )
     first, second = facts["tokens"]
     also = "" if first == second else f" in A, of {second} in B"
-    yield f"compared: steps of {tokens_text(first)}{also}"
+    yield f"compared: steps of {counted(first, 'token')}{also}"
     for difference in facts["differences"]:
         yield f"note: {difference}"
     yield _said(facts)

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -38,14 +38,19 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
 def measure_ceilings(machine: Machine) -> dict[str, Any]:
     """The ceilings of the machine's memory and arithmetic: members of a trace's ``machine``.
 
-    See ``measure_bandwidth`` and ``measure_multiplication``. Of a machine with several GPUs one is
-    measured, and the others count as equal to it. Takes a second or a little more.
+    See ``measure_bandwidth``, ``measure_multiplication`` and ``of_all_gpus``. Takes a second or a
+    little more.
     """
     device = machine.memory_device
-    gpus = len(set(machine.devices)) if isinstance(machine, CudaMachine) else 1
     threads = machine.workers if isinstance(machine, CpuMachine) else None
     found = measure_bandwidth(device) | measure_multiplication(device, threads)
-    return {name: gpus * rate for name, rate in found.items()}
+    return of_all_gpus(machine, found)
+
+
+def of_all_gpus(machine: Machine, rates: Mapping[str, float]) -> dict[str, float]:
+    """The ceilings of a machine, from those of its first GPU: the others count as equal to it."""
+    gpus = len(set(machine.devices)) if isinstance(machine, CudaMachine) else 1
+    return {name: gpus * rate for name, rate in rates.items()}
 
 
 def measure_bandwidth(device: str) -> dict[str, float]:

@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 from megavm.profiler.output import open_output
 from megavm.profiler.slices import (
     INSIDE,
+    MAX_ROWS,
     ROLES,
     THROUGH,
     Lane,
@@ -39,7 +40,7 @@ ARGUMENTS: Final = (
     "step", "instruction", "bytes", "flops", "streamed_bytes", "bytes_per_second", "held_up_by",
     "cause", "cause_worker",
 )  # fmt: skip
-ROOT, STEPS, BANDWIDTH = 1, 2, 3  # tracks; workers and roles follow
+ROOT, STEPS, BANDWIDTH = 1, 2, 3  # tracks; workers and lanes follow
 FIRST_WORKER: Final = 16
 FIRST_RANK: Final = 1 << 40
 
@@ -98,9 +99,9 @@ def _event(kind: int, track: int, more: bytes = b"") -> bytes:
 def save_perfetto(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write the trace.
 
-    A worker is a track with its roles below it; of several ranks, each is a track with its workers
-    below it. Arrows lead from the instruction whose signal or
-    words came last to the instruction that waited for them.
+    A worker is a track with the lanes of its roles below it; of several ranks, each is a track with
+    its workers below it. Arrows lead from the instruction whose signal or words came last to the
+    instruction that waited for them.
 
     Raises TraceError when the trace does not say which worker executed what, OSError when the file
     cannot be written.
@@ -147,8 +148,7 @@ class _Writer:
             above = FIRST_RANK + self.trace.worker_rank(worker) if several else ROOT
             self._track(_worker(worker), name, above, 2 + worker, ordered)
         for lane in self.lanes:
-            rank = ROLES.index(lane.role)
-            self._track(_role(lane), lane.role, _worker(lane.worker), rank)
+            self._track(_track_of(lane), lane.name, _worker(lane.worker), lane.place)
         self._steps()
         for lane in self.lanes:
             self._lane(lane)
@@ -213,7 +213,7 @@ class _Writer:
             self.file.write(_at(begin, begins) + _at(end, ends))
 
     def _lane(self, lane: Lane) -> None:
-        trace, track = self.trace, _role(lane)
+        trace, track = self.trace, _track_of(lane)
         consumer = lane.role == "consumer"
         ends = _event(SLICE_END, track)
         parts = []
@@ -268,9 +268,9 @@ class _Writer:
 
 
 def _worker(worker: int) -> int:
-    """The track of a worker; the tracks of its roles have the next numbers."""
-    return FIRST_WORKER + worker * (len(ROLES) + 1)
+    """The track of a worker; the tracks of its lanes have the next numbers."""
+    return FIRST_WORKER + worker * (len(ROLES) * MAX_ROWS + 1)
 
 
-def _role(lane: Lane) -> int:
-    return _worker(lane.worker) + 1 + ROLES.index(lane.role)
+def _track_of(lane: Lane) -> int:
+    return _worker(lane.worker) + 1 + lane.place

@@ -24,8 +24,8 @@ from megavm.profiler.analysis import (
     waits,
 )
 from megavm.profiler.critical_path import PARTS, CriticalPath, critical_path
-from megavm.profiler.summary import format_summary, summary
-from megavm.profiler.tables import as_text, percent, table, tokens_text, us, worker_name
+from megavm.profiler.summary import format_summary, of_one_gpu, summary
+from megavm.profiler.tables import as_text, counted, percent, table, us, worker_name
 from megavm.profiler.trace import Trace
 from megavm.profiler.what_if import format_what_if
 
@@ -167,13 +167,15 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     machine, steps, streams = facts["machine"], facts["steps"], facts["bandwidth"]
     model = facts["model"].get("name", "unknown model")
     yield (
-        f"{model} on {machine['name']} ({machine['device']}, {machine['workers']} workers), "
-        f"recorded {facts['created']} by megavm {facts['megavm']}"
+        f"{model} on {machine['name']} ({machine['device']}, "
+        f"{counted(machine['workers'], 'worker')}), recorded {facts['created']} "
+        f"by megavm {facts['megavm']}"
     )
     numbers = f"step {steps['first']}"
     if steps["count"] > 1:
         numbers = f"{steps['count']} steps ({steps['first']} to {steps['last']})"
-    yield f"{numbers}, {tokens_text(steps['tokens'])}, {facts['records']:,} instructions executed"
+    executed = counted(facts["records"], "instruction")
+    yield f"{numbers}, {counted(steps['tokens'], 'token')}, {executed} executed"
     yield ""
     yield from format_summary(facts["summary"])
     yield from _what_if(facts["summary"]["what_if"])
@@ -188,7 +190,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"longest {us(steps['gap_longest_ns'])}, "
             f"{percent(steps['gap_ns'], steps['gap_ns'] + steps['busy_ns'])} of the time"
         )
-    yield from _ceilings(streams, facts["arithmetic"])
+    yield from _ceilings(facts)
     yield from _kinds(facts["kinds"], streams["ceiling"], facts["arithmetic"]["ceiling"])
     yield from _roles(facts["roles_ns"])
     yield from _workers(facts)
@@ -197,8 +199,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield from _critical(facts["critical_path"])
 
 
-def _ceilings(streams: dict[str, Any], operations: dict[str, Any]) -> Iterator[str]:
+def _ceilings(facts: dict[str, Any]) -> Iterator[str]:
     """Bandwidth and arithmetic of the steps against what the machine can give."""
+    streams, operations = facts["bandwidth"], facts["arithmetic"]
     streamed, once, moved = (streams[name] / 1e9 for name in ("streamed", "from_memory", "moved"))
     share, activations = _of_ceiling(streams), f"{moved:,.1f} GB/s with activations"
     if once > 0.99 * streamed:
@@ -206,7 +209,10 @@ def _ceilings(streams: dict[str, Any], operations: dict[str, Any]) -> Iterator[s
     else:
         yield f"bandwidth  {streamed:,.1f} GB/s of weights and KV; {activations}"
         yield f"           {once:,.1f} GB/s with a weight counted once a step{share}"
-    if streams["ceiling"] is not None and streams["of_ceiling"] > 1:
+    above = streams["of_ceiling"] or 0.0
+    if of_one_gpu(facts["machine"], facts["summary"]["ranks"], above):
+        yield "           (the bandwidth that was recorded seems to be that of one GPU)"
+    elif above > 1:
         yield "           (above the memory's bandwidth: caches hold a part of what was streamed)"
     yield f"arithmetic {operations['rate'] / 1e9:,.1f} GFLOP/s{_of_ceiling(operations)}"
 

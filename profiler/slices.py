@@ -1,12 +1,12 @@
 """A trace in the form that other viewers need: lanes of slices that do not overlap, and arrows.
 
-A lane is a role of a worker. Roles work ahead (a controller fetches the next instruction during the
-waits of this one), so the slices of a lane are cut until they do not overlap.
+A role of a worker has several lanes where its slices overlap: loaders have several loads in flight,
+and a controller fetches the next instruction during the waits of this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,23 +18,42 @@ from megavm.profiler.trace import EVENTS, TAGGED, Floats, Longs, Trace, TraceErr
 ROLES: Final = tuple(dict.fromkeys(event.role for event in EVENTS))
 INSIDE: Final = ("wait for a barrier", "wait for words", "load", "compute", "store")
 THROUGH: Final = ("start", "queue", "barrier", "words")  # how a cause held a record up
+MAX_ROWS: Final = 16  # most lanes of a role of a worker; of the last one, slices are cut
 BINS_PER_STEP: Final = 50  # bins of the bandwidth counter
 MAX_BINS: Final = 20_000
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The slices of one role of a worker, in order of time; int64 [n] each, times in ns."""
+    """Slices of one role of a worker, in order of time; int64 [n] each, times in ns."""
 
     worker: int
     role: str
+    row: int  # which lane of the role
     record: Longs
     begin: Longs
     end: Longs
 
+    @property
+    def name(self) -> str:
+        """The role, with a number from the second lane on: "loader", "loader 2"."""
+        return f"{self.role} {self.row + 1}" if self.row else self.role
+
+    @property
+    def place(self) -> int:
+        """A number that orders the lanes of a worker."""
+        return place(self.role, self.row)
+
+
+def place(role: str, row: int = 0) -> int:
+    """The place of a lane among those of its worker."""
+    return ROLES.index(role) * MAX_ROWS + row
+
 
 def lanes(trace: Trace) -> list[Lane]:
-    """All lanes that have slices, by worker and role. Slices of no length are left out.
+    """All lanes that have slices, by worker, role and row. Slices of no length are left out.
+
+    The consumers of a worker have one lane: their slices do not overlap.
 
     Raises TraceError when the trace does not say which worker executed an instruction.
     """
@@ -45,26 +64,40 @@ def lanes(trace: Trace) -> list[Lane]:
     of_role = role_spans(trace)
     order = np.argsort(trace.record_worker, kind="stable")
     workers, first = np.unique(trace.record_worker[order], return_index=True)
-    result = []
+    result: list[Lane] = []
     for worker, own in zip(workers.tolist(), np.split(order, first[1:]), strict=True):
         for role in ROLES:
             begin, end = (times[own] for times in of_role[role])
-            result.append(_lane(worker, role, own, begin, end))
-    return [lane for lane in result if len(lane.record)]
+            result += _lanes(worker, role, own, begin, end)
+    return result
 
 
-def _lane(worker: int, role: str, record: Longs, begin: Longs, end: Longs) -> Lane:
+def _lanes(worker: int, role: str, record: Longs, begin: Longs, end: Longs) -> Iterator[Lane]:
     order = np.lexsort((end, begin))
-    order = order[begin[order] >= 0]
+    order = order[(begin >= 0)[order] & (end > begin)[order]]
     record, begin, end = record[order], begin[order], end[order]
-    if role == "loader":
-        # A load may arrive after the next one is issued: cut it there.
-        end = np.minimum(end, np.append(begin[1:], end[-1:]))
-    else:
-        before = np.maximum.accumulate(np.concatenate([[0], end[:-1]])) if len(end) else end
-        begin = np.maximum(begin, before)
-    visible = end > begin
-    return Lane(worker, role, record[visible], begin[visible], end[visible])
+    rows = _rows(begin, end, 1 if role == "consumer" else MAX_ROWS)
+    for row in np.unique(rows).tolist():
+        own = rows == row
+        # Only in the last row, or in a damaged file, is there anything to cut.
+        before = np.maximum.accumulate(np.concatenate([[0], end[own][:-1]]))
+        first = np.maximum(begin[own], before)
+        visible = end[own] > first
+        columns = (record[own], first, end[own])
+        yield Lane(worker, role, row, *(column[visible] for column in columns))
+
+
+def _rows(begin: Longs, end: Longs, most: int) -> Longs:
+    """For each span, sorted by begin, the first row in which it overlaps none, or the last."""
+    rows = np.zeros(len(begin), np.int64)
+    if most == 1 or (begin[1:] >= np.maximum.accumulate(end)[:-1]).all():
+        return rows
+    ends = [0] * most
+    for i, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        row = next((r for r in range(most) if ends[r] <= first), most - 1)
+        rows[i] = row
+        ends[row] = max(ends[row], last)
+    return rows
 
 
 def inner(trace: Trace, lane: Lane) -> list[tuple[str, Longs, Longs]]:

@@ -7,7 +7,7 @@ say. All of it comes from this module and those that it calls.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -27,12 +27,12 @@ from megavm.profiler.analysis import (
 from megavm.profiler.critical_path import PARTS, critical_path
 from megavm.profiler.ranks import late_ranks
 from megavm.profiler.sms import by_sm, slow_sms, sm_times
-from megavm.profiler.tables import percent, table, tokens_text, us, worker_name
+from megavm.profiler.tables import counted, percent, table, us, worker_name
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
 
 # Version of the summary in a file. A reader ignores summaries of other versions.
-VERSION: Final = 2
+VERSION: Final = 3
 LONGEST: Final = 10  # waits, outliers and late workers that are listed
 BEST: Final = 5  # changes that would bring most, and could be made
 OUTLIER: Final = 0.05  # an outlier takes at least this much longer than the median
@@ -42,6 +42,9 @@ _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the 
 # A worker or rank is named if it comes last at least this many times as often as the mean.
 _LATE: Final = 1.25
 _CLOCKS: Final = 3  # ranks whose clocks are named one by one
+_ONE_GPU: Final = (
+    1.5  # a share of the bandwidth from which it seems to be that of one GPU of several
+)
 _NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
 
 Facts = dict[str, Any]
@@ -210,7 +213,10 @@ def _workers(selection: Selection) -> dict[str, list[int]]:
 
 def _kinds(selection: Selection) -> list[Facts]:
     """Where the kinds of instruction are in a roofline."""
-    names = ("kind", "count", "total", "bytes_per_second", "flops_per_second", "flops_per_byte")
+    names = (
+        "kind", "count", "total", "bytes_per_second", "streamed_per_second", "flops_per_second",
+        "flops_per_byte",
+    )  # fmt: skip
     return [{name: row[name] for name in names} for row in by_kind(selection)]
 
 
@@ -227,14 +233,21 @@ def warnings(
     cores = machine.get("cores")
     if isinstance(cores, int) and trace.workers > cores > 0:
         yield (
-            f"{trace.workers} workers ran on {cores} cores: waits are mostly those for a core, "
-            "and say little about the program"
+            f"{trace.workers} workers ran on {counted(cores, 'core')}: waits are mostly those for "
+            "a core, and say little about the program"
         )
     if of_ceiling is not None and of_ceiling > 1:
-        yield (
-            f"streamed data came at {of_ceiling:.0%} of the memory's bandwidth: caches held a part "
-            "of it, so that the bandwidth does not limit this step"
-        )
+        if of_one_gpu(machine, trace.ranks, of_ceiling):
+            yield (
+                f"streamed data came at {of_ceiling:.0%} of the recorded bandwidth, which seems to "
+                f"be that of one GPU and not of all {trace.ranks}: shares of it and of the rate of "
+                "matrix products are too high, and what-if knows too slow a memory"
+            )
+        else:
+            yield (
+                f"streamed data came at {of_ceiling:.0%} of the memory's bandwidth: caches held a "
+                "part of it, so that the bandwidth does not limit this step"
+            )
     if of_flops_ceiling is not None and of_flops_ceiling > 1:
         yield (
             f"the step did {of_flops_ceiling:.0%} of the operations that matrix products of this "
@@ -260,6 +273,14 @@ def warnings(
         yield f"tracing made a token {ratio:.2f} times as long: short instructions look longer"
     if (trace.record_worker < 0).any():
         yield "the trace does not say which worker executed what (a dynamic queue)"
+
+
+def of_one_gpu(machine: Mapping[str, Any], ranks: int, of_ceiling: float) -> bool:
+    """Whether the recorded bandwidth seems to be that of one GPU of a machine with several.
+
+    Early versions of benchmarks/llama_cuda.py recorded it so.
+    """
+    return machine.get("name") == "cuda" and _ONE_GPU < of_ceiling <= ranks
 
 
 def _ranks(trace: Trace) -> Iterator[str]:
@@ -343,7 +364,9 @@ def _sentence(trace: Trace, facts: Facts) -> str:
 def format_summary(facts: Facts) -> Iterator[str]:
     """The result of ``summary`` as lines, without the table of changes."""
     yield from textwrap.wrap(facts["sentence"], _WIDTH)
-    among = f"of median duration among {facts['steps']} steps of {tokens_text(facts['tokens'])}"
+    among = (
+        f"of median duration among {facts['steps']} steps of {counted(facts['tokens'], 'token')}"
+    )
     yield f"(step {facts['step']}{f', {among}' if facts['steps'] > 1 else ''})"
     for warning in facts["warnings"]:
         yield from textwrap.wrap(f"note: {warning}", _WIDTH)
@@ -410,7 +433,7 @@ def _sms(facts: Facts) -> Iterator[str]:
     least, most = (us(pick(row["ns"] for row in sms)) for pick in (min, max))
     yield ""
     yield (
-        f"SMs that compute and load longest, means of {facts['steps']} steps "
+        f"SMs that compute and load longest, means of {counted(facts['steps'], 'step')} "
         f"(all {len(sms)}: {least} to {most} us)"
     )
     several = any(row["rank"] for row in sms)
@@ -438,11 +461,9 @@ def _exchanges(rows: list[Facts], steps: int) -> Iterator[str]:
         return
     yield ""
     ranks = range(len(rows[0]["ranks"]))
-    yield (
-        f"Exchanges between ranks, of {steps} steps: the rank that came last most often, and us "
-        "that workers"
-    )
-    yield "waited: all of them, those of another rank than the last, and these for each rank"
+    among = counted(steps, "step")
+    yield f"Exchanges between ranks, of {among}: the rank that came last most often, and us that"
+    yield "workers waited: all, those of another rank than the last, and these for each rank"
     yield from table(
         ("exchange", "rank", "waits", "share", "all", "for a peer", *(f"for {r}" for r in ranks)),
         [

@@ -38,11 +38,11 @@ def worker_name(worker: int, workers: int, ranks: int) -> str:
     return f"{rank}:{own}"
 
 
-def tokens_text(count: int) -> str:
-    """A number of tokens: "1 token", "8 tokens"."""
-    return f"{count:,} token{'' if count == 1 else 's'}"
+def counted(count: int, noun: str) -> str:
+    """A number of things: "1 token", "8 tokens"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def percent(part: float, whole: float) -> str:
-    """A share; 0.0% of nothing."""
-    return f"{part / whole:.1%}" if whole else "0.0%"
+    """A share; 0.0% of nothing. What rounds to zero has no sign."""
+    return f"{part / whole:z.1%}" if whole else "0.0%"

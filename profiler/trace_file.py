@@ -243,7 +243,7 @@ def _read_header(text: str) -> dict[str, Any]:
         value = machine.setdefault(name, None)
         if value is not None and not (_is_number(value) and 0 < value <= MAX_NUMBER):
             raise TraceError(
-                f"machine.{name} is {_show(value)}, not a number from 0 to {MAX_NUMBER:g}"
+                f"machine.{name} is {_show(value)}, not a number above 0, at most {MAX_NUMBER:g}"
             )
     for i, event in enumerate(header["events"]):
         _check_members(f"event {i}", event, {"name": str, "role": str, "help": str})
@@ -425,6 +425,9 @@ def _check_trace(trace: Trace) -> None:
         raise TraceError("it has a step without records")
     workers = np.array([p.workers for p in trace.programs])[trace.record_program]
     _check_range("record.worker", trace.record_worker, -1, workers)
+    if trace.machine["workers"] not in {program.workers for program in trace.programs}:
+        named = _show(trace.machine["workers"])
+        raise TraceError(f"machine.workers is {named}, its programs have {trace.workers}")
     if trace.record_sm is not None:
         _check_range("record.sm", trace.record_sm, -1, MAX_SMS)
     step, worker, slot = (

@@ -155,7 +155,9 @@ def serve(
     with make_server(paths, host, port) as server:
         address = f"[{host}]" if ":" in host else host
         url = f"http://{address}:{server.server_address[1]}/"
-        print(f"{os.fspath(path)} is at {url} (Ctrl-C ends)", file=sys.stderr, flush=True)
+        names = " and ".join(os.fspath(each) for each in paths)
+        what = f"{names} {'is' if compare is None else 'are'} at {url}"
+        print(f"{what} (Ctrl-C ends)", file=sys.stderr, flush=True)
         if open_browser:
             _open(url)
         try:

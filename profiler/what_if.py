@@ -13,7 +13,8 @@ from megavm.profiler.tables import percent, table, us
 from megavm.profiler.trace import Trace, TraceError
 
 WORKERS: Final = 8  # workers that are tried: those that come last most often
-_CHANGE: Final = re.compile(r"(?P<what>[a-z]+)(?::(?P<of>.*))?=(?P<factor>[0-9.]+)")
+_CHANGE: Final = re.compile(r"(?P<what>[a-z]+)(?::(?P<of>.*))?=(?P<factor>[^=]*)")
+_MAX_FACTOR: Final = 1e6
 _NAMED_BY: Final = {
     "computing": "a phase",
     "storing": "a phase",
@@ -97,6 +98,8 @@ def parse_change(text: str) -> Change:
         factor = float(found["factor"])
     except ValueError as error:
         raise TraceError(f"the factor of {text!r} is not a number") from error
+    if not 0 <= factor <= _MAX_FACTOR:
+        raise TraceError(f"the factor of {text!r} is out of range: 0 to {_MAX_FACTOR:,.0f}")
     what, of = found["what"], found["of"] or ""
     if what in ("wait", "balance") and factor != 0:
         raise TraceError(f"{text!r}: a {what} can only be left out (=0)")

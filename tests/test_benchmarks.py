@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,6 +106,38 @@ def test_the_bandwidth_of_a_trace_is_that_of_the_fastest_and_of_the_median_round
     # Half a second of rounds of eight passes.
     assert floor.ceiling() == {"bandwidth": 4e9, "bandwidth_median": 3.2e9}
     assert asked == [(8_000_000, 1), (8_000_000, 125)]
+
+
+def test_a_trace_of_a_benchmark_has_the_ceilings_of_all_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    llama_cuda = importlib.import_module("llama_cuda")
+    machine = object.__new__(llama_cuda.CudaMachine)
+    machine.devices = (0, 1, 2)
+    monkeypatch.setattr(llama_cuda.CudaMachine, "memory_device", "cuda:0", raising=False)
+    floor = SimpleNamespace(ceiling=lambda: {"bandwidth": 4e12, "bandwidth_median": 3e12})
+    monkeypatch.setattr(llama_cuda, "ReadFloor", lambda size: floor)
+    rates = {"flops_per_second": 7e14, "flops_per_second_median": 6e14}
+    monkeypatch.setattr(llama_cuda, "measure_multiplication", lambda device: rates)
+    monkeypatch.setattr(llama_cuda, "describe_machine", lambda machine: {"name": "cuda"})
+    kept = []
+
+    class Recorder(llama_cuda.Recorder):  # type: ignore[misc,name-defined]
+        def trace(self) -> SimpleNamespace:
+            return SimpleNamespace(save=lambda path: kept.append(dict(self.machine)))
+
+    monkeypatch.setattr(llama_cuda, "Recorder", Recorder)
+    runner = SimpleNamespace(
+        machine=machine,
+        config=SimpleNamespace(num_layers=1, hidden_size=8),
+        record=lambda recorder: None,
+        run=lambda step, steps: None,
+    )
+    llama_cuda.record_steps(runner, None, 1, str(tmp_path / "a.megatrace"))
+    (found,) = kept
+    assert (found["bandwidth"], found["bandwidth_median"]) == (12e12, 9e12)
+    assert (found["flops_per_second"], found["flops_per_second_median"]) == (21e14, 18e14)
 
 
 def test_samples_of_a_kernel_are_dealt_out_to_the_parts_of_its_source(

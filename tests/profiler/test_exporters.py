@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from recording import record_ring
 from synthetic import synthetic_trace
 
+from megavm.profiler.analysis import role_spans
 from megavm.profiler.chrome import save_chrome
 from megavm.profiler.perfetto import save_perfetto, varint
-from megavm.profiler.slices import ROLES, arrows, lanes
+from megavm.profiler.slices import MAX_ROWS, ROLES, arrows, lanes
 from megavm.profiler.trace import Trace, TraceError
 
 HTML = "<script>alert(1)</script>\"'&\\"
@@ -87,8 +88,12 @@ def test_perfetto_tracks_are_named_ordered_and_below_each_other(
     assert "on" in root.name
     assert root.child_ordering == root.EXPLICIT
     roles = [t for t in tracks.values() if t.parent_uuid == by_name["worker 0"].uuid]
-    assert [t.name for t in roles] == [r for r in ROLES if any(x.role == r for x in lanes(trace))]
-    assert [t.sibling_order_rank for t in roles] == [ROLES.index(t.name) for t in roles]
+    own = [lane.name for lane in lanes(trace) if lane.worker == 0]
+    assert [t.name for t in roles] == own
+    assert len(set(own)) == len(own)
+    assert {name.split()[0] for name in own} <= set(ROLES)
+    order = [t.sibling_order_rank for t in roles]
+    assert order == sorted(set(order))
     used = {p.track_event.track_uuid for p in packets if p.HasField("track_event")}
     assert used <= set(tracks)
     assert any(t.HasField("counter") and t.counter.unit_name == "GB/s" for t in tracks.values())
@@ -120,6 +125,64 @@ def test_perfetto_slices_nest_and_say_what_they_are(trace: Trace, tmp_path: Path
                 assert facts["bytes"] == program.bytes[facts["instruction"]]
                 consumers += 1
     assert consumers == sum(len(lane.record) for lane in lanes(trace))
+
+
+def role_slices(trace: Trace, role: str) -> list[tuple[str, int, int]]:
+    """Label, begin and end of every slice of a role, as docs/trace-format.md defines them."""
+    begin, end = role_spans(trace)[role]
+    seen = np.flatnonzero((begin >= 0) & (end > begin))
+    return sorted((trace.labels[trace.record_label[r]], begin[r], end[r]) for r in seen)
+
+
+@pytest.mark.parametrize("role", ["controller", "loader", "storer"])
+def test_slices_that_overlap_are_as_long_as_they_were(role: str, tmp_path: Path) -> None:
+    trace = synthetic_trace(workers=5, steps=3, layers=2)
+    wanted = role_slices(trace, role)
+    assert len({lane.row for lane in lanes(trace) if lane.role == "loader"}) > 1
+
+    packets = perfetto_packets(trace, tmp_path / "a.pftrace")
+    names = {n.iid: n.name for n in packets[0].interned_data.event_names}
+    own = {
+        p.track_descriptor.uuid for p in packets if p.track_descriptor.name.split(" ")[0] == role
+    }
+    tracks: dict[int, list[tuple[int, str, Any]]] = defaultdict(list)
+    for packet in packets:
+        event = packet.track_event
+        if event.type in (1, 2) and event.track_uuid in own:
+            kind = "begin" if event.type == 1 else "end"
+            tracks[event.track_uuid].append((packet.timestamp, kind, names.get(event.name_iid)))
+    found = [(what, b, e) for events in tracks.values() for b, e, what, _ in nested(events)]
+    assert sorted(found) == wanted
+
+    events = chrome_events(trace, tmp_path / "a.json")
+    threads = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e["name"] == "thread_name" and e["args"]["name"].split(" ")[0] == role
+    }
+    exact = [
+        (
+            e["name"],
+            int(Decimal(e["ts"]) * 1000),
+            int((Decimal(e["ts"]) + Decimal(e["dur"])) * 1000),
+        )
+        for e in events
+        if e["ph"] == "X" and (e["pid"], e["tid"]) in threads
+    ]
+    assert sorted(exact) == wanted
+
+
+def test_more_slices_at_once_than_lanes_are_cut_to_nest(tmp_path: Path) -> None:
+    trace = synthetic_trace(workers=2, steps=3, layers=4)
+    times = trace.times.copy()
+    row = [event.name for event in trace.events].index("load_begin")
+    times[row] = 0
+    damaged = dataclasses.replace(trace, times=times)
+    rows = {lane.row for lane in lanes(damaged) if lane.role == "loader"}
+    assert rows == set(range(MAX_ROWS))
+    for lane in lanes(damaged):
+        assert (lane.begin[1:] >= lane.end[:-1]).all()
+        assert (lane.end > lane.begin).all()
 
 
 def expected_details(trace: Trace, record: int) -> dict[str, Any]:
@@ -252,7 +315,10 @@ def test_chrome_processes_and_threads_are_named_and_ordered(trace: Trace, tmp_pa
     ]
     used = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
     assert used <= names.keys()
-    assert {names[1, t] for _, t in used if (1, t) in names} <= set(ROLES)
+    for worker in range(trace.workers):
+        own = [names[worker + 1, t] for p, t in sorted(used) if p == worker + 1]
+        assert own == [lane.name for lane in lanes(trace) if lane.worker == worker]
+        assert {name.split()[0] for name in own} <= set(ROLES)
 
 
 def renamed(trace: Trace) -> Trace:

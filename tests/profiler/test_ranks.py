@@ -14,6 +14,7 @@ from test_replay import PRODUCTS
 
 from megavm.instructions.copy import Copy
 from megavm.profiler.diff import diff
+from megavm.profiler.ranks import late_ranks
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.report import format_report, report
 from megavm.profiler.summary import format_summary, summary
@@ -114,6 +115,31 @@ def test_the_summary_says_which_rank_came_last(tagged: bool) -> None:
     assert "rank 1, worker 0 came last" in text  # and not its number in the trace
 
 
+def test_an_exchange_through_a_channel_for_each_rank_counts_the_waits_for_the_own_rank() -> None:
+    """As in an all-reduce, whose sums read the words of each rank for themselves."""
+    trace = recorded(gather(True), [1, 0, 1, 1])
+    wanted = late_ranks(trace, np.arange(4))[0]
+    words = 2  # the channel of both writes
+    program = trace.programs[0]
+    assert program.channel_producers.tolist() == [1, 3, 1, 3, 0, 2]
+    divided = dataclasses.replace(
+        program,
+        channel_kind=np.append(program.channel_kind, program.channel_kind[words]),
+        channel_object=np.append(program.channel_object, program.channel_object[words]),
+        channel_target=np.append(program.channel_target, 0).astype(np.int32),
+        channel_offsets=np.array([0, 2, 4, 5, 6], np.int32),
+        waits=np.array(
+            [[0, 0, 1], [1, 2, 0], [1, 3, 0], [2, 1, 1], [3, 2, 0], [3, 3, 0]], np.int32
+        ),
+    )
+    channel = trace.record_cause_channel.copy()
+    channel[channel == words] += trace.record_rank[trace.record_cause[channel == words]]
+    trace = dataclasses.replace(trace, programs=(divided,), record_cause_channel=channel)
+    row = late_ranks(trace, np.arange(4))[0]
+    assert (row["of"], row["ns"], row["peer_ns"]) == (8, 8 * 330, 4 * 330)
+    assert row == wanted
+
+
 def test_ranks_that_come_last_equally_often_are_not_named() -> None:
     facts = summary(recorded(gather(True), [1, 0, 1, 0]))
     assert facts["late_ranks"][0]["count"] * 2 == facts["late_ranks"][0]["of"]
@@ -211,3 +237,24 @@ def test_the_clocks_of_many_ranks_are_said_in_one_sentence() -> None:
     facts = summary(dataclasses.replace(trace, machine={**trace.machine, "ranks": clocks}))
     said = "those of the others were -700 to -100 ns off, give or take 7 at most"
     assert any(said in note for note in facts["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "of_one"),
+    [("cuda", 1.2, False), ("cuda", 1.9, True), ("cuda", 2.5, False), ("cpu", 1.9, False)],
+)
+def test_a_bandwidth_that_seems_to_be_that_of_one_of_two_gpus_is_said(
+    name: str, share: float, of_one: bool
+) -> None:
+    trace = recorded(gather(True), [1, 0, 1, 1])
+    program = dataclasses.replace(trace.programs[0], load_bytes=trace.programs[0].bytes)
+    trace = dataclasses.replace(trace, programs=(program,))
+    streamed = summary(trace)["streamed"]
+    machine = {**trace.machine, "name": name, "bandwidth": streamed / share}
+    trace = dataclasses.replace(trace, machine=machine)
+    notes = " ".join(summary(trace)["warnings"])
+    text = format_report(report(trace))
+    assert ("seems to be that of one GPU and not of all 2" in notes) == of_one
+    assert ("recorded seems to be that of one GPU)" in text) == of_one
+    assert ("caches held a part" in notes) != of_one
+    assert ("caches hold a part" in text) != of_one

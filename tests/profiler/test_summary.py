@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from megavm.profiler.report import format_report, report
 from megavm.profiler.summary import VERSION, Facts, format_summary, summary
 from megavm.profiler.trace import Trace, TraceError
 from megavm.profiler.trace_file import with_summary
-from megavm.profiler.what_if import describe, format_what_if, parse_change, predict, what_if
+from megavm.profiler.what_if import (
+    describe,
+    format_prediction,
+    format_what_if,
+    parse_change,
+    predict,
+    what_if,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -53,6 +61,23 @@ def test_one_token_is_no_tokens() -> None:
     assert "among 5 steps of 1 token)" in "\n".join(format_summary(summary(trace)))
     assert "5 steps (0 to 4), 5 tokens, " in format_report(report(trace))
     assert "compared: steps of 1 token\n" in format_diff(diff(trace, trace))
+
+
+def test_one_worker_and_one_step_are_no_workers_and_no_steps() -> None:
+    trace = synthetic_trace(workers=1, steps=1, layers=1, sms=True)
+    texts = (format_report(report(trace)), format_diff(diff(trace, trace)))
+    assert "(synthetic, 1 worker), recorded" in texts[0]
+    assert "means of 1 step (all 1:" in texts[0]
+    assert "(synthetic, 1 worker), 1 step\n" in texts[1]
+    for text in texts:
+        assert not re.search(r"\b1 (steps|workers|tokens|instructions)\b", text)
+
+
+def test_a_change_of_nothing_has_no_sign() -> None:
+    trace = simulate(layered(3, 2, PRODUCTS))
+    facts = predict(trace, 0, [parse_change("computing=1")])
+    text = "\n".join(format_prediction({**facts, "saved_ns": 1e-9}))
+    assert text.endswith("(0.0%)")
 
 
 def test_outliers_are_found_and_what_of_them_grew() -> None:
@@ -179,11 +204,14 @@ def test_changes_are_named_as_the_table_names_them() -> None:
     [
         ("gate_up", "is no change: say WHAT=FACTOR"),
         ("luck=0", "WHAT is one of computing"),
-        ("computing:gate_up=fast", "is no change"),
+        ("computing:gate_up=fast", "is not a number"),
         ("latency=1.2.3", "is not a number"),
         ("wait:o_proj words=0.5", "can only be left out"),
         ("switching:qkv=0", "of all workers"),
-        ("computing=-1", "is no change"),
+        ("computing=-1", "the factor of 'computing=-1' is out of range: 0 to 1,000,000"),
+        ("latency=nan", "is out of range"),
+        ("loading=1e300", "is out of range"),
+        ("loading=", "is not a number"),
     ],
 )
 def test_what_is_no_change_is_refused(text: str, sentence: str) -> None:

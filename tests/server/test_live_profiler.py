@@ -105,9 +105,9 @@ def test_the_page_records_with_the_key_and_tells_prefill_and_decode_apart(
 def test_the_page_refreshes_until_it_is_stopped(page: Page) -> None:
     with serving() as server:
         page.goto(f"http://127.0.0.1:{server.port}/profiler")
-        page.get_by_label("refresh").check()
+        page.get_by_label("steps to record").fill("5")
         with working(server):
-            record(page, 5)
+            page.get_by_label("refresh").check()  # which begins to record
             wait(page, SHOWN)
             # One looks at the beginning of the step, at taller rows. A hundredth of it: a busy
             # machine may take many times as long for this step as for the next.

@@ -218,11 +218,9 @@ export class RowPainter {
       if (rows.isOpen(w)) {
         ctx.textAlign = "left";
         ctx.fillStyle = theme.text;
-        ctx.fillText(`▾ ${trace.workerName(w)}`, Math.round(6 * ratio), Math.round((pane.yOf(w) + (rows.bottom(w) - rows.top(w)) / 2) * ratio));
+        ctx.fillText(`▾ ${trace.workerName(w)}`, Math.round(6 * ratio), Math.round(middleOf(pane, w) * ratio));
         ctx.textAlign = "right";
-        // The name of a rank stands where the first role's would.
-        const named = isFirstOfRank(trace, w);
-        let before = named ? (rows.lanes(w)[0]?.role ?? -1) : -1;
+        let before = -1;
         for (const lane of rows.lanes(w)) {
           if (lane.role === before) continue;
           before = lane.role;
@@ -230,7 +228,7 @@ export class RowPainter {
           const height = same.reduce((sum, l) => sum + l.height, 0);
           if (height >= 9) name(ROLES[lane.role], body.top + lane.top + height / 2 - scroll, theme.faint);
         }
-        if (named) continue;
+        if (isFirstOfRank(trace, w)) continue;
         ctx.fillStyle = theme.line;
         ctx.fillRect(0, Math.round(pane.yOf(w) * ratio), Math.round(body.left * ratio), 1);
       } else if (trace.workerOfRank(w) % every === 0 && !firstOpen.has(w - 1)) {
@@ -248,17 +246,24 @@ export class RowPainter {
 
   /** A line above the first worker of each rank, and the rank's name in the margin. */
   private drawRanks(ctx: CanvasRenderingContext2D, pane: Pane, theme: Theme, ratio: number): void {
-    const { body, trace } = pane;
+    const { body, rows, trace } = pane;
     for (let w = 0; trace.ranks > 1 && w < trace.workers; w++) {
       if (!isFirstOfRank(trace, w)) continue;
       const top = Math.round(pane.yOf(w) * ratio);
       ctx.fillStyle = theme.text;
       ctx.fillRect(0, top, Math.round(body.left * ratio), Math.max(1, Math.round(ratio)));
       ctx.textAlign = "left";
-      ctx.fillText(`rank ${trace.rankOf(w)}`, Math.round(6 * ratio), top + Math.round(8 * ratio));
+      // Above the name of a worker whose roles have names.
+      const y = rows.isOpen(w) ? middleOf(pane, w) - 14 : pane.yOf(w) + 8;
+      ctx.fillText(`rank ${trace.rankOf(w)}`, Math.round(6 * ratio), Math.round(y * ratio));
       ctx.textAlign = "right";
     }
   }
+}
+
+/** Where the middle of a worker's row is. */
+function middleOf(pane: Pane, worker: number): number {
+  return pane.yOf(worker) + (pane.rows.bottom(worker) - pane.rows.top(worker)) / 2;
 }
 
 /** Whether a worker is the first of its rank, and there are several. */

@@ -8,6 +8,8 @@ import type { Box, Pane } from "./pane.ts";
 import { IDLE, LOADING, STATES } from "./roles.ts";
 import type { View } from "./view.ts";
 
+/** Least pixels between the lines of steps. */
+const LINE_SPACE = 10;
 /** Pixels from the end of a step's name to the line of the next step that is named. */
 const STEP_SPACE = 10;
 
@@ -44,22 +46,25 @@ function tickText(time: number, step: number, view: View): string {
   return `${((time === 0 ? 0 : time) / unit).toFixed(Math.min(digits, 4))} ${name}`;
 }
 
-/** Lines where steps begin, through all tracks and rows of a pane. */
+/** Lines where steps begin, through all tracks and rows of a pane, as far as there is room for them. */
 export function drawSteps(ctx: CanvasRenderingContext2D, pane: Pane, view: View, theme: Theme, ruler: Box | null): void {
   const { trace, body } = pane;
   const begin = view.begin + pane.origin;
   const end = view.end + pane.origin;
   const bottom = body.top + Math.min(body.height, pane.rows.height);
   let labelled = -Infinity;
+  let lined = -Infinity;
   ctx.font = FONT;
   ctx.textBaseline = "middle";
   ctx.textAlign = "left";
-  // Every, every second, fifth, tenth ... step is named, as there is room.
+  // Every, every second, fifth, tenth ... step is named and has a line, as there is room.
   const pitch = ((trace.end / Math.max(1, trace.steps)) * body.width) / view.span;
   const every = niceStep(Math.max(1, 60 / pitch));
+  const lines = niceStep(Math.max(1, LINE_SPACE / pitch));
   for (let s = trace.stepAt(begin); s < trace.steps && trace.stepBegin[s]! < end; s++) {
     const x = Math.round(pane.xOf(view, trace.stepBegin[s]!));
-    if (x >= body.left) {
+    if (x >= body.left && ((trace.stepNumber[s]! % lines === 0 && x >= lined + LINE_SPACE) || s === pane.step)) {
+      lined = x;
       ctx.fillStyle = theme.strong;
       ctx.fillRect(x, pane.bandwidth.top, 1, bottom - pane.bandwidth.top);
     }

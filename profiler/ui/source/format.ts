@@ -34,41 +34,45 @@ export function instant(ns: number, resolution: number): string {
   return `${(ns / unit).toFixed(digits)} ${unit === 1e6 ? "ms" : unit === 1e3 ? "µs" : "ns"}`;
 }
 
-export function bytes(count: number): string {
+function scaled(count: number, name: string): string {
   let value = count;
   let unit = 0;
   while (Math.abs(value) >= 1000 && unit < 5) {
     value /= 1000;
     unit++;
   }
-  return `${unit ? significant(value) : value.toFixed(0)} ${["B", "KB", "MB", "GB", "TB", "PB"][unit]}`;
+  return `${unit ? significant(value) : value.toFixed(0)} ${["", "K", "M", "G", "T", "P"][unit]}${name}`;
+}
+
+export function bytes(count: number): string {
+  return scaled(count, "B");
 }
 
 /** Bytes per nanosecond are GB/s. */
 export function rate(bytesPerNs: number): string {
-  if (!Number.isFinite(bytesPerNs)) return "-";
-  return bytesPerNs >= 1000 ? `${(bytesPerNs / 1000).toFixed(2)} TB/s` : `${significant(bytesPerNs)} GB/s`;
+  return Number.isFinite(bytesPerNs) ? scaled(1e9 * bytesPerNs, "B/s") : "-";
 }
 
 export function flops(perNs: number): string {
-  if (!Number.isFinite(perNs)) return "-";
-  if (perNs === 0) return "0";
-  return perNs >= 1000 ? `${significant(perNs / 1000)} TFLOP/s` : `${significant(perNs)} GFLOP/s`;
+  return Number.isFinite(perNs) ? scaled(1e9 * perNs, "FLOP/s") : "-";
 }
 
 export function integer(value: number): string {
   return Math.round(value).toLocaleString("en-US");
 }
 
-export function rows(count: number): string {
-  return count === 1 ? "1 row" : `${integer(count)} rows`;
+/** A number of things: "1 row", "1,024 rows". */
+export function counted(count: number, noun: string): string {
+  return `${integer(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
 
 export function percent(fraction: number): string {
   return Number.isFinite(fraction) ? `${(100 * fraction).toFixed(1)} %` : "-";
 }
 
-/** A share of the memory's bandwidth. Above all of it, caches held what was read. */
-export function ofCeiling(fraction: number): string {
-  return `${percent(fraction)} of ceiling${fraction > 1 ? ", in part from caches" : ""}`;
+/** A share of the memory's bandwidth, and why it is above all of it: as profiler/summary.py says. */
+export function ofCeiling(fraction: number, machine: string, ranks: number): string {
+  const ofOneGpu = machine === "cuda" && fraction > 1.5 && fraction <= ranks;
+  const why = ofOneGpu ? ", which seems to be that of one GPU" : fraction > 1 ? ", in part from caches" : "";
+  return `${percent(fraction)} of ceiling${why}`;
 }

@@ -3,7 +3,7 @@
 import type { App } from "./app.ts";
 import { type Incoming, causeOver, heldUpBy, incomingOf, inputsAt, outgoingOf } from "./dependencies.ts";
 import { button, make } from "./dom.ts";
-import { bytes, duration, flops, instant, rate, rows, signedDuration } from "./format.ts";
+import { bytes, counted, duration, flops, instant, rate, signedDuration } from "./format.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
 import { decode } from "./program.ts";
@@ -57,7 +57,7 @@ export class InstructionPage implements Page {
       pair("kind", trace.kindOf(record)),
       pair("worker, slot", `${trace.workerName(trace.worker[record]!)}, ${trace.slot[record]}`),
       ...(trace.smPlace(record) < 0 ? [] : [pair("SM", trace.smPlaceName(trace.smPlace(record)))]),
-      pair("step", `${trace.stepNumber[step]}, ${rows(trace.stepTokens[step]!)}`),
+      pair("step", `${trace.stepNumber[step]}, ${counted(trace.stepTokens[step]!, "row")}`),
       pair("instruction, record", `${instruction}, ${trace.fileIndex[record]}`),
       make("h3", "", `Consumers: ${duration(end - begin)}`),
       segmentBar(this.app, trace, record),

@@ -4,7 +4,7 @@ import type { App } from "./app.ts";
 import { colourOfName, css } from "./colour.ts";
 import { make } from "./dom.ts";
 import { type Folded, type FoldedPhase, fold } from "./folded.ts";
-import { duration, integer, percent, rows, signedDuration } from "./format.ts";
+import { counted, duration, percent, signedDuration } from "./format.ts";
 import type { Page } from "./panel.ts";
 import type { Pane } from "./pane.ts";
 import { makeTable } from "./table.ts";
@@ -37,8 +37,8 @@ export class LayerPage implements Page {
       make(
         "p",
         "faint",
-        `${integer(folded.count)} layers of ${folded.steps === 1 ? "1 step" : `${integer(folded.steps)} steps`} with ` +
-          `${rows(trace.stepTokens[step]!)}, one upon the other. A phase begins when half of its instructions have ` +
+        `${counted(folded.count, "layer")} of ${counted(folded.steps, "step")} with ` +
+          `${counted(trace.stepTokens[step]!, "row")}, one upon the other. A phase begins when half of its instructions have ` +
           "their inputs and ends where the next one begins.",
       ),
       pair("time of a layer", `${duration(mean)} (p10 ${duration(p10)}, p90 ${duration(p90)})`),

@@ -82,6 +82,11 @@ export class Live {
     this.key.value = storedKey();
     this.keyLabel.hidden = this.key.value === "";
     this.refused.setAttribute("role", "alert");
+    this.refresh.title = "record again and again, until it is stopped";
+    // Who wants newer and newer traces wants a first one.
+    this.refresh.addEventListener("change", () => {
+      if (this.refresh.checked && this.running === null) this.element.requestSubmit();
+    });
     this.record.title = "record the next steps of this server and show them";
     this.element.append(
       make("span", "group", "This server: the next", this.steps, "steps", this.record),
@@ -115,7 +120,7 @@ export class Live {
 
   private async once(signal: AbortSignal): Promise<void> {
     const steps = Number(this.steps.value);
-    this.status(`Recording the next ${steps} steps: let the model answer something.`, false);
+    this.status(`Recording the next ${steps === 1 ? "step" : `${steps} steps`}: let the model answer something.`, false);
     try {
       const answer = await this.ask(steps, signal);
       const named = /filename="?([^";]+)/.exec(answer.headers.get("Content-Disposition") ?? "");

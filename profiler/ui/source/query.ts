@@ -176,9 +176,10 @@ function term(trace: Trace, text: string): Test {
   return (r) => labels[trace.label[r]!] === 1 || kinds[trace.kind[r]!] === 1;
 }
 
-/** Words of a query; quotes keep spaces together. */
+/** Words of a query; quotes keep spaces together. Those around the sign of a comparison do not count. */
 function words(query: string): string[] {
-  return (query.match(/(?:[^\s"]|"[^"]*"?)+/g) ?? []).map((w) => w.replace(/"/g, "")).filter((w) => w !== "");
+  const joined = query.replace(/("[^"]*"?)|\s*(>=|<=|[<>=])\s*/g, (_, quoted?: string, sign?: string) => quoted ?? sign ?? "");
+  return (joined.match(/(?:[^\s"]|"[^"]*"?)+/g) ?? []).map((w) => w.replace(/"/g, "")).filter((w) => w !== "");
 }
 
 /** The test of a query, null for an empty one. Throws QueryError. */

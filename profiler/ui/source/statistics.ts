@@ -42,9 +42,11 @@ export function ratePerWorkers({ segments }: GroupStatistics, amount: number, wo
 
 export interface Statistics {
   readonly duration: number;
+  /** The part of the duration in which a step ran: rates, idle time and shares are of it. */
+  readonly busy: number;
   readonly workers: number;
   readonly count: number;
-  /** Bytes that instructions read and write, and those of them that are streamed (weights, KV). */
+  /** Bytes that instructions read and write, and those of them that are streamed (weights, KV): as they arrive. */
   readonly bytes: number;
   readonly streamed: number;
   readonly flops: number;
@@ -98,6 +100,15 @@ class Group {
   }
 }
 
+/** How long a step runs between two times. Steps do not overlap. */
+function running(trace: Trace, begin: number, end: number): number {
+  let time = 0;
+  for (let s = trace.stepAt(begin); s < trace.steps && trace.stepBegin[s]! < end; s++) {
+    time += common(trace.stepBegin[s]!, trace.stepEnd[s]!, begin, end);
+  }
+  return time;
+}
+
 /** The length of what [a, b] and [begin, end] have in common. */
 function common(a: number, b: number, begin: number, end: number): number {
   return Math.max(0, Math.min(b, end) - Math.max(a, begin));
@@ -113,10 +124,11 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
     if (found === undefined) groups.set(number, (found = new Group()));
     return found;
   };
+  const busy = running(trace, begin, end);
   const states = STATES.map(() => 0);
   const roles = ROLES.map(() => 0);
   let count = 0;
-  let bytes = 0;
+  let activations = 0;
   let streamed = 0;
   let flops = 0;
   const consumer = trace.lanes[CONSUMER]!;
@@ -127,7 +139,7 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
       states[state]! += b - a;
       known += b - a;
     });
-    states[IDLE]! += Math.max(0, end - begin - known);
+    states[IDLE]! += Math.max(0, busy - known);
     sweepBytes(trace, worker, low, high, (a, b, amount, record) => {
       if (step >= 0 && trace.step[record] !== step) return;
       streamed += step < 0 ? (amount * common(a, b, begin, end)) / (b - a) : amount;
@@ -161,7 +173,7 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
         here.segments[shade]! += common(edges[shade]![r]!, edges[shade + 1]![r]!, low, high);
       }
       here.bytes += trace.bytes[r]! * share;
-      bytes += trace.bytes[r]! * share;
+      activations += (trace.bytes[r]! - trace.loadBytes[r]!) * share;
       const work = trace.programOf(r).flops[trace.instruction[r]!]! * share;
       here.flops += work;
       flops += work;
@@ -170,9 +182,10 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
   }
   return {
     duration: end - begin,
+    busy,
     workers: scope.workers[1] - scope.workers[0],
     count,
-    bytes,
+    bytes: activations + streamed,
     streamed,
     flops,
     states,

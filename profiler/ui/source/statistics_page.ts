@@ -3,14 +3,14 @@
 import type { App } from "./app.ts";
 import { css, colourOfName, word } from "./colour.ts";
 import { make } from "./dom.ts";
-import { bytes, duration, flops, integer, ofCeiling, percent, rate, rows } from "./format.ts";
-import type { Machine } from "./header.ts";
+import { bytes, counted, duration, flops, integer, ofCeiling, percent, rate } from "./format.ts";
 import type { Page } from "./panel.ts";
 import { ROLES, STATES, STATE_HELP } from "./roles.ts";
 import { GROUPINGS, type GroupStatistics, type Grouping, type Scope, type Statistics } from "./statistics.ts";
 import { type Balance, balance, measure, ratePerWorkers, waitingPart } from "./statistics.ts";
 import { type Column, makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
+import type { Trace } from "./trace.ts";
 
 const PLACES = ["range", "window", "step", "trace"] as const;
 type Place = (typeof PLACES)[number];
@@ -60,11 +60,11 @@ export class StatisticsPage implements Page {
       }
       case "step": {
         const [begin, end] = [trace.stepBegin[pane.step]!, trace.stepEnd[pane.step]!];
-        const title = `step ${trace.stepNumber[pane.step]}, ${rows(trace.stepTokens[pane.step]!)}`;
+        const title = `step ${trace.stepNumber[pane.step]}, ${counted(trace.stepTokens[pane.step]!, "row")}`;
         return { scope: { begin, end: Math.max(end, begin + 1), workers: all, step: pane.step }, title };
       }
       case "trace":
-        return { scope: { begin: 0, end: trace.end, workers: all, step: -1 }, title: `${trace.steps} steps` };
+        return { scope: { begin: 0, end: trace.end, workers: all, step: -1 }, title: counted(trace.steps, "step") };
     }
   }
 
@@ -89,7 +89,7 @@ export class StatisticsPage implements Page {
     const statistics = measure(pane.trace, found.scope, grouping);
     this.body.replaceChildren(
       make("p", "faint", this.app.sideOf(pane) + found.title),
-      ...this.summary(statistics, pane.trace.machine),
+      ...this.summary(statistics, pane.trace),
       make("h3", "", `By ${titleOf(grouping)}`),
       this.table(statistics, grouping),
       make("h3", "", "Balance: computing and loading of a worker"),
@@ -97,7 +97,8 @@ export class StatisticsPage implements Page {
     );
   }
 
-  private summary(s: Statistics, { bandwidth, flops: peak }: Machine): HTMLElement[] {
+  private summary(s: Statistics, { machine, ranks }: Trace): HTMLElement[] {
+    const { bandwidth, flops: peak } = machine;
     const total = s.states.reduce((a, b) => a + b, 0) || 1;
     const bar = make("div", "segments tall");
     const rows = STATES.map((name, state) => {
@@ -117,21 +118,21 @@ export class StatisticsPage implements Page {
       line.title = STATE_HELP[state]!;
       return line;
     });
-    const streamed = s.streamed / s.duration;
-    const of = bandwidth === null ? "" : ` · ${ofCeiling(streamed / bandwidth)}`;
-    const operations = s.flops / s.duration;
+    const streamed = s.streamed / s.busy;
+    const of = bandwidth === null ? "" : ` · ${ofCeiling(streamed / bandwidth, machine.name, ranks)}`;
+    const operations = s.flops / s.busy;
     const ofPeak = peak === null ? "" : ` · ${percent(operations / peak)} of ceiling`;
     return [
-      pair("duration", duration(s.duration)),
+      pair("duration", duration(s.duration) + (s.busy < s.duration ? ` · a step ran for ${duration(s.busy)}` : "")),
       pair("instructions", integer(s.count)),
       pair("streamed", `${bytes(s.streamed)} · ${rate(streamed)}${of}`),
-      pair("read and written", `${bytes(s.bytes)} · ${rate(s.bytes / s.duration)}`),
+      pair("read and written", `${bytes(s.bytes)} · ${rate(s.bytes / s.busy)}`),
       pair("operations", flops(operations) + ofPeak),
-      make("h3", "", "What a worker does"),
+      make("h3", "", "What a worker does while a step runs"),
       bar,
       ...rows,
       make("h3", "", "How long a worker's roles have an instruction"),
-      ...ROLES.map((role, i) => pair(role, `${duration(s.roles[i]! / s.workers)} · ${percent(s.roles[i]! / s.workers / s.duration)}`)),
+      ...ROLES.map((role, i) => pair(role, `${duration(s.roles[i]! / s.workers)} · ${percent(s.roles[i]! / s.workers / s.busy)}`)),
     ];
   }
 
@@ -167,7 +168,12 @@ export class StatisticsPage implements Page {
         help: "of all workers together",
       },
       { title: "wait", text: (g) => percent(waitingPart(g)), value: waitingPart, help: "part of the time that is waiting" },
-      { title: "bytes", text: (g) => bytes(g.bytes), value: (g) => g.bytes },
+      {
+        title: "bytes",
+        text: (g) => bytes(g.bytes),
+        value: (g) => g.bytes,
+        help: "that its instructions read and write; loads of later instructions are not among them",
+      },
       {
         title: "rate",
         text: (g) => (g.bytes > 0 ? rate(ratePerWorkers(g, g.bytes, s.workers)) : "-"),

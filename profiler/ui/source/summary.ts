@@ -6,8 +6,8 @@
 import { type Json, asList, asObject, asText } from "./json.ts";
 import type { Trace } from "./trace.ts";
 
-/** Version 1 has no `best`. */
-const VERSIONS = [1, 2];
+/** Version 1 has no `best`, version 2 no rates of weights and KV by kind. */
+const VERSIONS = [1, 2, 3];
 const MAX_ROWS = 1000;
 const MAX_TEXT = 400;
 const LATE = { count: "count", of: "of" };
@@ -71,6 +71,8 @@ export interface Kind {
   /** GB/s and GFLOP/s of workers that do nothing else. */
   readonly bytes: number;
   readonly flops: number;
+  /** Of the bytes those of weights and KV; null in older files. */
+  readonly streamed: number | null;
 }
 
 /** The links of a critical path that are of one phase: ns. */
@@ -200,7 +202,8 @@ export function readSummary(trace: Trace): Summary | null {
         bytes: "bytes_per_second",
         flops: "flops_per_second",
       });
-      return { name: textOf(row["kind"]), ...own, bytes: bytes / 1e9, flops: flops / 1e9 };
+      const streamed = "streamed_per_second" in row ? numberOf(row["streamed_per_second"]) / 1e9 : null;
+      return { name: textOf(row["kind"]), ...own, bytes: bytes / 1e9, flops: flops / 1e9, streamed };
     }),
     whatIf: readWhatIf(found["what_if"]),
   };

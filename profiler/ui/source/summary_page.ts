@@ -150,7 +150,8 @@ export class SummaryPage implements Page {
   }
 
   private kinds(kinds: readonly Kind[], { bandwidth, flops: peak }: Machine): HTMLElement {
-    const ofRoof = (k: Kind): number => Math.max(bandwidth === null ? 0 : k.bytes / bandwidth, peak === null ? 0 : k.flops / peak);
+    const ofMemory = (k: Kind): number => (bandwidth === null ? 0 : (k.streamed ?? 0) / bandwidth);
+    const ofCeiling = (k: Kind): number => Math.max(ofMemory(k), peak === null ? 0 : k.flops / peak);
     const columns: Column<Kind>[] = [
       { title: "kind", text: (k) => k.name, colour: (k) => css(colourOfName(k.name)) },
       { title: "time", text: (k) => duration(k.total), value: (k) => k.total, help: "of all workers, waiting included" },
@@ -158,9 +159,10 @@ export class SummaryPage implements Page {
       { title: "FLOP/s", text: (k) => flops(k.flops), value: (k) => k.flops },
       { title: "bytes/s", text: (k) => rate(k.bytes), value: (k) => k.bytes },
     ];
-    if (bandwidth !== null || peak !== null) {
-      const help = "bytes/s over the memory's bandwidth, or FLOP/s over that of matrix products, whichever is more";
-      columns.push({ title: "of roof", text: (k) => percent(ofRoof(k)), value: ofRoof, help });
+    const known = bandwidth === null ? peak !== null : kinds.every((k) => k.streamed !== null);
+    if (known) {
+      const help = "weights and KV over the memory's bandwidth, or FLOP/s over the rate of matrix products, whichever is more";
+      columns.push({ title: "of ceiling", text: (k) => percent(ofCeiling(k)), value: ofCeiling, help });
     }
     return makeTable(columns, kinds, (k) => this.app.search(`kind:${word(k.name)}`));
   }

@@ -2,7 +2,7 @@
 
 import type { App } from "./app.ts";
 import { make } from "./dom.ts";
-import { bytes, duration, flops, integer, percent, rate, signedDuration } from "./format.ts";
+import { bytes, counted, duration, flops, integer, percent, rate, signedDuration } from "./format.ts";
 import { asObject } from "./json.ts";
 import type { Page } from "./panel.ts";
 import { isSame } from "./summary_page.ts";
@@ -90,7 +90,7 @@ export class TracePage implements Page {
           pair("size", bytes(trace.file.size)),
           pair("created", text(header["created"])),
           pair("megavm", text(header["megavm"])),
-          pair("records", `${integer(trace.count)} in ${integer(trace.steps)} steps`),
+          pair("records", `${integer(trace.count)} in ${counted(trace.steps, "step")}`),
           pair("length", duration(trace.end)),
           make("h3", "", "Steps"),
           ...(trace.steps > MAX_STEPS ? [make("p", "faint", `The first ${integer(MAX_STEPS)} steps of ${integer(trace.steps)}.`)] : []),
@@ -105,7 +105,7 @@ export class TracePage implements Page {
                 title: "streamed",
                 text: (s) => rate(streamed(s)) + (bandwidth === null ? "" : ` · ${percent(streamed(s) / bandwidth)}`),
                 value: streamed,
-                help: "weights and KV; above 100 % of the memory's bandwidth, caches held a part of them",
+                help: "weights and KV; above 100 % of the memory's bandwidth, caches held a part of them, or it is that of one GPU of several",
               },
             ],
             steps,

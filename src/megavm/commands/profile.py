@@ -82,17 +82,26 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(facts)
         return 0
+    from megavm.profiler.tables import counted
+
     print(
-        f"{path}: {facts['steps']:,} steps, {facts['records']:,} records, "
+        f"{path}: {counted(facts['steps'], 'step')}, {counted(facts['records'], 'record')}, "
         f"{facts['file_bytes'] / 1e6:.1f} MB"
     )
     if facts["ratio"] is not None:
         print(
             f"a token took {facts['traced_ms']:.3f} ms with tracing and "
-            f"{facts['untraced_ms']:.3f} ms without: {facts['ratio']:.3f} times as long"
+            f"{facts['untraced_ms']:.3f} ms without: {_cost(facts['ratio'])}"
         )
     print(facts["sentence"])
     return 0
+
+
+def _cost(ratio: float) -> str:
+    """What tracing cost, in words. Tracing makes nothing faster."""
+    if ratio < 1:
+        return "its cost is within the noise of this machine"
+    return f"{ratio:.3f} times as long"
 
 
 def _prompt(arguments: argparse.Namespace, llm: LLM) -> str | list[int]:

@@ -168,4 +168,4 @@ def nanoseconds(text: str) -> float:
 def bytes_per_second(text: str) -> float:
     """A rate as the page writes it, such as "3.2 TB/s"."""
     value, unit = text.split()
-    return float(value) * {"GB/s": 1e9, "TB/s": 1e12}[unit]
+    return float(value) * {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}[unit]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,29 @@ _HEAR = """() => { const seen = window.seenTexts = [];
   const before = CanvasRenderingContext2D.prototype.fillText;
   CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
     seen.push([text, x, y]); return before.call(this, text, x, y); }; }"""
+
+
+_HEAR_LINES = """() => { const seen = window.seenLines = [];
+  const before = CanvasRenderingContext2D.prototype.fillRect;
+  CanvasRenderingContext2D.prototype.fillRect = function (x, y, w, h) {
+    if (w === 1 && h > 100) seen.push(x); return before.call(this, x, y, w, h); }; }"""
+
+
+@pytest.mark.parametrize(("steps", "all_lines"), [(900, False), (12, True)])
+def test_lines_of_steps_leave_room_between_them(
+    viewer: Viewer, tmp_path: Path, steps: int, all_lines: bool
+) -> None:
+    synthetic_trace(workers=40, steps=steps, layers=1).save(tmp_path / "steps.megatrace")
+    viewer.open(tmp_path / "steps.megatrace")
+    viewer.page.keyboard.press("Home")
+    viewer.settle()
+    viewer.page.evaluate(_HEAR_LINES)
+    viewer.run("(app.changed('view'), app.flush())")
+    edge = viewer.run("pane.body.left - 1")
+    own = viewer.run("Math.round(pane.xOf(app.view, pane.trace.stepBegin[pane.step]))")
+    lines = sorted(x for x in viewer.page.evaluate("seenLines") if x not in (edge, own))
+    assert len(lines) == steps - 1 if all_lines else 20 < len(lines) < 120
+    assert all(b - a >= 10 for a, b in pairwise(lines))
 
 
 @pytest.mark.parametrize("width", [800, 1280, 1600, 1920, 2400])
@@ -29,6 +53,31 @@ def test_the_ruler_names_the_step_that_is_shown(opened: Viewer, width: int) -> N
         assert "step 2" in [name for name, *_ in names], (w, names)
         places = sorted(x for _, x, _ in names)
         assert all(b - a > 35 for a, b in pairwise(places))
+
+
+def test_small_rates_have_small_units_and_one_is_not_several(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    trace = synthetic_trace(workers=1, steps=1, layers=2)
+    (program,) = trace.programs
+    few = {name: getattr(program, name) // 1000 for name in ("bytes", "load_bytes", "flops")}
+    machine = {**trace.machine, "bandwidth": 1.5e7, "flops_per_second": 2.5e8}
+    small = dataclasses.replace(program, **few)
+    dataclasses.replace(trace, machine=machine, programs=(small,)).save(tmp_path / "one.megatrace")
+    viewer.open(tmp_path / "one.megatrace")
+    text = viewer.tab("Trace").replace("\u202f", " ")
+    assert "15.00 MB/s" in text
+    assert "250.0 MFLOP/s" in text
+    assert "12 in 1 step\n" in text
+    assert "0.0" not in " ".join(line for line in text.split("\n") if "B/s" in line)
+    viewer.tab("Statistics")
+    viewer.page.locator(".page:visible select").nth(0).select_option("trace")
+    viewer.settle()
+    text = viewer.panel()
+    assert "1 step\n" in text
+    assert "MB/s" in text
+    assert "MFLOP/s" in text
+    assert "2 layers of 1 step with 1 row," in viewer.tab("Layer")
 
 
 def test_tabs_name_their_panels_and_follow_arrows(opened: Viewer) -> None:

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from test_ranks import gather, recorded
 from ui.page import Viewer, table_rows
+from ui.test_details import _HEAR as HEAR
+
+from megavm.profiler.report import report
 
 
 def test_workers_of_ranks_are_named_by_rank_and_the_summary_says_who_came_last(
@@ -99,3 +102,45 @@ def test_a_trace_of_one_rank_has_no_rows_of_ranks(opened: Viewer) -> None:
     options = opened.page.locator(".choices select").nth(1).locator("option")
     hidden = options.evaluate_all("(all) => all.filter((o) => o.hidden).map((o) => o.value)")
     assert hidden == ["sm", "rank"]
+
+
+def test_the_name_of_a_rank_leaves_the_names_of_roles(viewer: Viewer, tmp_path: Path) -> None:
+    path = tmp_path / "two.megatrace"
+    trace = recorded(gather(True), [1, 0])
+    noted = [event.name for event in trace.events]
+    trace.times[noted.index("fetched")] = trace.event("begin")
+    trace.save(path)
+    opened = viewer.open(path)
+    opened.run("(pane.rows.toggle(2, true), app.changed('rows'))")
+    opened.settle()
+    opened.page.evaluate(HEAR)
+    opened.run("(app.changed('view'), app.flush())")
+    seen = opened.page.evaluate("seenTexts")
+    top, bottom = opened.run("[pane.yOf(2), pane.yOf(3)]")
+    inside = [(text, y) for text, x, y in seen if x < 104 and top < y < bottom]
+    names = [text for text, _ in sorted(inside, key=lambda name: name[1])]
+    assert "rank 1" in names
+    assert "\u25be 1:0" in names
+    assert "controller" in names
+    assert "consumer" in names
+    # The longest name of a role has its line for itself.
+    at = dict(inside)
+    assert abs(at["rank 1"] - at["controller"]) >= 11
+    assert abs(at["rank 1"] - at["\u25be 1:0"]) >= 11
+    opened.screenshot("rank-roles")
+
+
+def test_a_bandwidth_that_seems_to_be_that_of_one_gpu_is_said(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    trace = recorded(gather(True), [1, 0])
+    program = dataclasses.replace(trace.programs[0], load_bytes=trace.programs[0].bytes)
+    trace = dataclasses.replace(trace, programs=(program,))
+    rate = report(trace, 0)["bandwidth"]["streamed"] / 1.9
+    machine = {**trace.machine, "name": "cuda", "bandwidth": rate}
+    dataclasses.replace(trace, machine=machine).save(tmp_path / "one.megatrace")
+    viewer.open(tmp_path / "one.megatrace")
+    viewer.run("app.setStep(0, true)")
+    text = viewer.tab("Statistics")
+    assert "190.0 % of ceiling, which seems to be that of one GPU" in text
+    assert "caches" not in text

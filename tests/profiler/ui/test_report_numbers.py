@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 from recording import record_ring
 from synthetic import like_a_gpu, synthetic_trace
-from ui.page import STEP, Viewer, nanoseconds, table_rows
+from ui.page import STEP, Viewer, bytes_per_second, nanoseconds, table_rows
 
-from megavm.profiler.analysis import Selection, balance, by_kind, by_role
+from megavm.profiler.analysis import (
+    Selection,
+    arithmetic,
+    balance,
+    bandwidth,
+    by_kind,
+    by_role,
+    by_worker,
+    gaps,
+)
 from megavm.profiler.critical_path import critical_path
 from megavm.profiler.report import report
 from megavm.profiler.trace import Trace
@@ -146,3 +155,26 @@ def test_traces_like_a_gpus_have_the_numbers_of_the_report(viewer: Viewer, tmp_p
     for role, occupied in by_role(selection).items():
         time = nanoseconds(shown[role].split(" · ")[0])
         assert time == pytest.approx(occupied / trace.workers, rel=0.01), role
+
+
+def test_gaps_between_launches_do_not_count(opened: Viewer, traces: dict[str, Path]) -> None:
+    trace = Trace.load(traces["a"])
+    selection = Selection.of(trace)
+    assert gaps(selection).sum() > 0.02 * selection.busy
+    opened.tab("Statistics")
+    opened.page.locator(".page:visible select").nth(0).select_option("trace")
+    opened.settle()
+    texts = opened.page.locator(".page:visible .pair").all_inner_texts()
+    shown = dict(text.split("\n") for text in texts if "\n" in text)
+    found = bandwidth(selection)
+    for name, wanted in (("streamed", found.streamed), ("read and written", found.moved)):
+        rate = shown[name].split(" · ")[1]
+        assert bytes_per_second(rate) == pytest.approx(wanted, rel=0.01), name
+    assert f"{100 * (found.of_ceiling or 0):.1f} % of ceiling" in shown["streamed"]
+    assert f"a step ran for {selection.busy / 1e3:.1f}" in shown["duration"]
+    done = arithmetic(selection)
+    assert f"{100 * (done.of_ceiling or 0):.1f} % of ceiling" in shown["operations"]
+    for state, times in by_worker(selection).items():
+        share = float(shown[state].split(" · ")[1].removesuffix(" %"))
+        wanted = 100 * times.sum() / trace.workers / selection.busy
+        assert share == pytest.approx(wanted, abs=0.1), state

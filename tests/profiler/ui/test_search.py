@@ -17,6 +17,8 @@ from ui.page import Viewer
         ("label:layers.3.down_proj time<=10us", "label === 'layers.3.down_proj' && time <= 10000"),
         ("down worker:5", "label.includes('down') && worker === 5"),
         ("bytes>=200KB", "bytes >= 200000"),
+        ("wait > 3us phase:o_proj", "wait > 3000 && label.endsWith('o_proj')"),
+        ('phase:"gate_up" bytes >=200KB', "bytes >= 200000 && label.endsWith('gate_up')"),
     ],
 )
 def test_search_finds_what_it_says(opened: Viewer, query: str, test: str) -> None:
@@ -38,6 +40,13 @@ def test_search_finds_what_it_says(opened: Viewer, query: str, test: str) -> Non
     assert opened.page.locator(".count").inner_text().startswith("1 of") or (
         " of " in opened.page.locator(".count").inner_text()
     )
+
+
+def test_a_sign_between_quotes_is_no_comparison(opened: Viewer) -> None:
+    opened.run("""app.search('label:"a > b"')""")
+    opened.settle()
+    assert opened.run("app.queryError") == ""
+    assert opened.run("app.matches.records.length") == 0
 
 
 def test_next_and_previous_match_go_around(opened: Viewer) -> None:

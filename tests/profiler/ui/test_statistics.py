@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,42 @@ def test_range_between_events_has_what_is_in_it(viewer: Viewer, tmp_path: Path) 
         times = (ends - begins)[np.isin(trace.record_label, own)]
         wanted = np.percentile(times, [50, 99])
         assert [nanoseconds(text) for text in found[name][2:4]] == pytest.approx(wanted, rel=0.01)
+
+
+def test_no_range_streams_more_than_it_reads_and_writes(opened: Viewer) -> None:
+    """Loaders work ahead: what arrives in a range may be read after it."""
+    begin, end = opened.run("[pane.trace.stepBegin[1], pane.trace.stepEnd[1]]")
+    opened.tab("Statistics")
+    ranges = np.linspace(begin, end, 25)
+    seen = set()
+    for low, high in pairwise(ranges.tolist()):
+        opened.run(
+            f"app.setRange({{pane, begin: {low}, end: {high}, workers: [0, pane.trace.workers]}}),"
+            " app.changed('range')"
+        )
+        opened.settle()
+        pairs = opened.page.locator(".page:visible .pair").all_inner_texts()
+        shown = dict(text.split("\n") for text in pairs if "\n" in text)
+        streamed, moved = (
+            bytes_per_second(shown[name].split(" · ")[1])
+            for name in ("streamed", "read and written")
+        )
+        assert streamed <= 1.01 * moved
+        seen.add(shown["streamed"])
+    assert len(seen) > 20
+
+
+def test_a_range_between_launches_has_no_rates(opened: Viewer) -> None:
+    begin, end = opened.run("[pane.trace.stepEnd[0] + 100, pane.trace.stepBegin[1] - 100]")
+    assert end > begin
+    opened.run(
+        f"app.setRange({{pane, begin: {begin}, end: {end}, workers: [0, pane.trace.workers]}}),"
+        " app.changed('range')"
+    )
+    text = opened.tab("Statistics")
+    assert "a step ran for 0 ns" in text
+    assert "NaN" not in text
+    assert "Infinity" not in text
 
 
 def test_range_of_some_workers(opened: Viewer) -> None:

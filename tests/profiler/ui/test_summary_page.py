@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from simulator import layered, simulate
 from synthetic import synthetic_trace
 from test_replay import STREAMING
 from ui.page import Viewer, nanoseconds, served, table_rows
 
+from megavm.profiler.analysis import Selection, by_kind
 from megavm.profiler.summary import summary
 from megavm.profiler.trace import Trace
 from megavm.profiler.viewer import save_html
@@ -53,6 +56,35 @@ def test_the_summary_opens_first_and_is_that_of_the_report(
     # Every kind that computes is a dot.
     dots = slow.page.locator(".roofline circle")
     assert dots.count() == sum(row["flops_per_byte"] > 0 for row in facts["kinds"])
+
+
+def test_shares_of_ceilings_of_kinds_are_those_of_the_report(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    """Activations are no part of them; the first kind streams none."""
+    trace = simulate(layered(6, 2, STREAMING))
+    program = trace.programs[0]
+    kinds = [program.kinds[kind] for kind in program.kind]
+    first = np.array([kind == kinds[0] for kind in kinds])
+    own = dataclasses.replace(program, load_bytes=np.where(first, 0, program.load_bytes))
+    ceilings = {"bandwidth": 1e10, "flops_per_second": 1e15}
+    machine = {**trace.machine, **ceilings}
+    trace = dataclasses.replace(trace, programs=(own,), machine=machine)
+    trace.save(tmp_path / "kinds.megatrace")
+    viewer.open(tmp_path / "kinds.megatrace")
+    table = viewer.page.locator(".page:visible table", has_text="FLOP/B")
+    assert table.locator("th").last.inner_text() == "of ceiling"
+    shown = {name: cells[-1] for name, cells in table_rows(table.locator("tbody")).items()}
+    step = summary(trace)["step"]
+    for row in by_kind(Selection.of(trace, step)):
+        share = max(
+            row["streamed_per_second"] / ceilings["bandwidth"],
+            row["flops_per_second"] / ceilings["flops_per_second"],
+        )
+        assert float(shown[row["kind"]].removesuffix(" %")) == pytest.approx(100 * share, abs=0.051)
+        if row["kind"] == kinds[0]:
+            assert row["streamed_per_second"] == 0
+            assert row["bytes_per_second"] / ceilings["bandwidth"] > 10 * share
 
 
 def test_what_the_summary_names_is_found_in_the_timeline(

@@ -76,14 +76,22 @@ def test_server_says_what_is_wrong_in_one_sentence(trace: Path, tmp_path: Path) 
             make_server([trace], port=port)
 
 
-def test_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
-    trace = tmp_path / "a.megatrace"
-    synthetic_trace(workers=1, steps=1, layers=1).save(trace)
-    command = [sys.executable, "-m", "megavm", "trace", "view", str(trace), "--no-open"]
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("a",), "{}/a.megatrace is"), (("a", "b"), "{0}/a.megatrace and {0}/b.megatrace are")],
+)
+def test_command_serves_until_it_is_interrupted(
+    tmp_path: Path, names: tuple[str, ...], said: str
+) -> None:
+    traces = [tmp_path / f"{name}.megatrace" for name in names]
+    for trace in traces:
+        synthetic_trace(workers=1, steps=1, layers=1).save(trace)
+    command = [sys.executable, "-m", "megavm", "trace", "view", *map(str, traces), "--no-open"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     line = process.stderr.readline()
-    found = re.search(r" is at http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends\)$", line.strip())
+    where = re.escape(said.format(tmp_path)) + r" at http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends\)"
+    found = re.fullmatch(where, line.strip())
     assert found is not None, line
     assert ask(int(found[1]), "/")[0] == 200
     process.send_signal(signal.SIGINT)
