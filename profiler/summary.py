@@ -42,9 +42,8 @@ _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the 
 # A worker or rank is named if it comes last at least this many times as often as the mean.
 _LATE: Final = 1.25
 _CLOCKS: Final = 3  # ranks whose clocks are named one by one
-_ONE_GPU: Final = (
-    1.5  # a share of the bandwidth from which it seems to be that of one GPU of several
-)
+# The share of the recorded bandwidth from which that seems to be one GPU's, of several.
+_ONE_GPU: Final = 1.5
 _NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
 
 Facts = dict[str, Any]
