@@ -52,27 +52,32 @@ class Memory:
     ) -> None:
         devices = [device] * ranks if isinstance(device, torch.device | str) else list(device)
         self.device = torch.device(devices[0])
-        self._first: Memory = self
-        self.ranks: tuple[Memory, ...] = (self, *(Memory(other) for other in devices[1:]))
-        for other in self.ranks[1:]:
-            other._first = self
+        self._others = tuple(Memory(other) for other in devices[1:])
+        # NOTE: no rank refers to the first one: memory in a cycle would stay until it is collected.
+        self._epoch = [0]
+        for other in self._others:
+            other._epoch = self._epoch
         self._allocate_shares = allocate_shares
         self._specs: dict[str, TensorSpec] = {}
         self._storage: dict[str, tuple[torch.Tensor, ...]] = {}  # one, or one for each part
         self._layouts: dict[str, Layout] = {}
-        self._epoch = 0
         self.relayouts = 0  # number of times that storage has moved
+
+    @property
+    def ranks(self) -> tuple[Memory, ...]:
+        """The memories of all ranks."""
+        return self, *self._others
 
     @property
     def epoch(self) -> int:
         """Steps run on this memory so far; the tag of the last step."""
-        return self._first._epoch
+        return self._epoch[0]
 
     @epoch.setter
     def epoch(self, value: int) -> None:
         if not isinstance(value, int):
             raise ValueError(f"the epoch would be {value}: a run has a whole number of steps")
-        self._first._epoch = value
+        self._epoch[0] = value
 
     def __contains__(self, name: object) -> bool:
         return name in self._storage or any(self._places_of_part(name))
@@ -282,9 +287,9 @@ class Memory:
         """
         twin = self._copy(device)
         twin.epoch = self.epoch
-        twin.ranks = (twin, *(other._copy(device) for other in self.ranks[1:]))
-        for other in twin.ranks:
-            other._first = twin
+        twin._others = tuple(other._copy(device) for other in self._others)
+        for other in twin._others:
+            other._epoch = twin._epoch
         if self._allocate_shares is not None and twin.device == self.device:
             twin._allocate_shares = self._allocate_shares
             for name, spec in self._specs.items():

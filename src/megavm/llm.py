@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from megavm.batch import Batch, Prompt
 from megavm.chat_template import Message
@@ -254,6 +255,7 @@ class LLM:
                 self.runner.close()
                 self._sinks.clear()
                 del self.engine, self.runner
+                torch.cuda.empty_cache()  # other processes get it too
 
     def __enter__(self) -> Self:
         return self

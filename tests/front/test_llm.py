@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -515,6 +517,19 @@ def test_a_closed_llm_refuses_work_and_ends_its_streams() -> None:
         model.logits([1])
     with pytest.raises(GenerationError, match="closed"):
         list(stream)
+
+
+def test_a_closed_llm_holds_no_memory() -> None:
+    """At once, not when Python collects garbage: the next model needs it."""
+    with LLM("stories", max_model_len=64) as model:
+        model.generate("A", greedy())
+        weights = [weakref.ref(parts[0]) for parts in model.runner.memory._storage.values()]
+        gc.disable()
+    try:
+        assert len(weights) > 10
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
 
 
 def test_a_dropped_llm_gives_up_its_thread() -> None:
