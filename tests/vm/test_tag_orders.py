@@ -20,6 +20,7 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.reduce import Reduce
 from megavm.instructions.rms_norm import RmsNorm
+from megavm.vm.config import MIN_MATRIX_ROWS
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.program import Program
@@ -101,6 +102,8 @@ def build(rows: int, cases: list[Case], *, overwrites: bool) -> Program:
             operands |= {"column_begin": 0, "column_end": case.columns}
         if "x_rows" in names and case.cls is Matmul:
             operands["x_rows"] = rows
+        if "matrix" in names and rows >= MIN_MATRIX_ROWS:
+            operands["matrix"] = 1
         begin = len(instructions)
         instructions.append(case.cls(**operands))
         # One word of the result, of the first row.
@@ -128,19 +131,19 @@ def results(rows: int, cases: list[Case], seed: int, *, overwrites: bool) -> lis
     return [memory[f"{case.name}.out"].clone() for case in cases]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_an_instruction_has_read_everything_before_it_tags_a_word(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "kept"), [(1, 5), (2, 5), (32, 1)])
+def test_an_instruction_has_read_everything_before_it_tags_a_word(rows: int, kept: int) -> None:
     program = build(rows, CASES, overwrites=False)
     made = [i for i in program.instructions if not isinstance(i, Copy) or i.column_end > 1]
     orders = [inst.tag_order(program.tensors, rows) for inst in made]
-    assert orders.count(TagOrder.KEPT) == 5
-    late = [case.name for case, o in zip(CASES, orders, strict=True) if o is TagOrder.READS_LATE]
-    assert late == ["product with addends"]
+    assert orders.count(TagOrder.KEPT) == kept
+    late = {case.name for case, o in zip(CASES, orders, strict=True) if o is TagOrder.READS_LATE}
     expected = results(rows, CASES, 0, overwrites=False)
     changed = [False] * len(CASES)
     for seed in range(3):
         found = results(rows, CASES, seed, overwrites=True)
         for i, (own, want) in enumerate(zip(found, expected, strict=True)):
             changed[i] |= not torch.equal(own, want)
-    # Addends are read late and may be overwritten: so the test would see a claim that is wrong.
-    assert [c.name for c, is_changed in zip(CASES, changed, strict=True) if is_changed] == late
+    found_late = {case.name for case, is_changed in zip(CASES, changed, strict=True) if is_changed}
+    assert found_late <= late
+    assert "product with addends" in found_late  # so a claim that is wrong would be seen
