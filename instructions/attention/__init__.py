@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 8
 QUERY_ELEMENTS = 8192
 RUN_TOKENS = 64
 
-MOST_CHUNK = 2**31 - 1  # tokens; a kernel adds the length of a context to it in 32 bits
+_MOST_CHUNK = 2**31 - 1  # tokens; a kernel adds the length of a context to it in 32 bits
 
 
 class Attention(Instruction):
@@ -251,8 +251,8 @@ class Attention(Instruction):
         if self.step_rows < self.row_end:
             # Row r reads the keys and values of its sequence up to those of row r of the step.
             yield f"step_rows is {self.step_rows}, below row_end {self.row_end}"
-        if not 0 < self.chunk <= MOST_CHUNK or self.chunk % block_size:
-            yield f"chunk {self.chunk} is not a multiple of block_size {block_size} up to {MOST_CHUNK}"
+        if not 0 < self.chunk <= _MOST_CHUNK or self.chunk % block_size:
+            yield f"chunk {self.chunk} is not a multiple of block_size {block_size} up to {_MOST_CHUNK}"
         if (self.out == NONE) == (self.num_splits == 1) or (self.partial == NONE) == (
             self.num_splits > 1
         ):
