@@ -173,7 +173,7 @@ def check_loops(kernel: Kernel, *, has_tiles: bool) -> None:
 
 
 # The others add no code but other groups of heads (3 and 8); that of 8 is in the kernel that traces.
-COMPILED = ("llama-1b", "llama-8b", "stories in float32")
+COMPILED = ("llama-1b", "llama-8b", "stories", "stories in float32")
 
 
 @pytest.mark.timeout(600)
@@ -248,7 +248,7 @@ def test_kernels_that_sample_compile_too(model: str) -> None:
     headers = kernel_headers(*MODELS[model], sampled=True)
     assert list(headers.values()) == list(greedy.values())
     assert not headers.keys() & greedy.keys()
-    for header, rows in list(headers.items())[:1]:
+    for header, rows in list(headers.items())[:2]:
         kernel = compiled(header)
         assert kernel.warnings == [], rows
         check_spills(kernel, rows)
