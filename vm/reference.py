@@ -9,6 +9,7 @@ import functools
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,9 +178,9 @@ def sequential_order(program: Program) -> Iterator[tuple[int, int]]:
     queues = [(rank, queue) for rank in ranks for queue in program.queues]
     heads = [0] * len(queues)
     # The regions of the tagged tensors of each rank that are not written yet.
-    pending: dict[tuple[int, int], set[tuple[Rows, Rows]]] = defaultdict(set)
+    pending: dict[tuple[int, int], set[Region]] = defaultdict(set)
 
-    def written(rank: int, inst: Instruction) -> Iterator[tuple[int, int, tuple[Rows, Rows]]]:
+    def written(rank: int, inst: Instruction) -> Iterator[tuple[int, Region]]:
         for region in inst.writes(tensors):
             spec = tensors[region.tensor]
             if not spec.tagged:
@@ -187,21 +188,15 @@ def sequential_order(program: Program) -> Iterator[tuple[int, int]]:
             begin = spec.share_begin(rank)
             columns = begin + region.columns[0], begin + region.columns[1]
             for other in ranks if spec.shares > 1 else (rank,):
-                yield other, region.tensor, (region.rows, columns)
+                yield other, replace(region, columns=columns)
 
     def is_complete(rank: int, region: Region) -> bool:
-        return not any(
-            rows[0] < region.rows[1]
-            and region.rows[0] < rows[1]
-            and columns[0] < region.columns[1]
-            and region.columns[0] < columns[1]
-            for rows, columns in pending.get((rank, region.tensor), ())
-        )
+        return not any(map(region.may_overlap, pending.get((rank, region.tensor), ())))
 
     for rank in ranks:
         for inst in program.instructions:
-            for other, handle, place in written(rank, inst):
-                pending[other, handle].add(place)
+            for other, region in written(rank, inst):
+                pending[other, region.tensor].add(region)
     remaining = program.ranks * len(program)
     while remaining:
         before = remaining
@@ -214,8 +209,8 @@ def sequential_order(program: Program) -> Iterator[tuple[int, int]]:
                 if not all(is_complete(rank, region) for region in inst.reads(tensors)):
                     break
                 yield rank, index
-                for other, handle, place in written(rank, inst):
-                    pending[other, handle].discard(place)
+                for other, region in written(rank, inst):
+                    pending[other, region.tensor].discard(region)
                 if inst.signal is not None:
                     shared = inst.signal < program.shared_barriers
                     for other in ranks if shared else (rank,):

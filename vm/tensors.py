@@ -181,6 +181,15 @@ class Region:
         """``only`` in tables of numbers, where -1 stands for all ranks."""
         return -1 if self.only is None else self.only
 
+    def may_overlap(self, other: Region) -> bool:
+        """Whether both may have an element of a rank in common, counting columns from the same place."""
+        if self.tensor != other.tensor:
+            return False
+        return self.indexed != other.indexed or all(
+            a[0] < b[1] and b[0] < a[1]
+            for a, b in ((self.rows, other.rows), (self.columns, other.columns))
+        )
+
     @property
     def elements(self) -> int:
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])

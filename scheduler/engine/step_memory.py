@@ -103,6 +103,9 @@ class StepMemory:
         Raises MachineFault.
         """
 
+    def release(self) -> None:
+        """Let the last launch go on without the masks that it awaits: something has failed."""
+
     def run(
         self,
         executable: Executable,
@@ -275,7 +278,6 @@ class DeviceStepMemory(StepMemory):
             self._send_number()
 
     def release(self) -> None:
-        """Let the last launch go on without the masks that it awaits: something has failed."""
         if self._given != self._awaited:
             with contextlib.suppress(CudaError):
                 self._send_number()

@@ -345,8 +345,7 @@ class Runner:
 
     def _release(self) -> None:
         """Let a launch that awaits masks go on without them."""
-        if isinstance(self._step, DeviceStepMemory):
-            self._step.release()
+        self._step.release()
         self.programs.gate.release()
 
     def _run_parts(

@@ -130,7 +130,7 @@ class DeclarationCheck(Check):
         shared = {handle for _, handle in twice}
         for written in (r for r, write in regions if write and r.tensor in shared):
             for read in (region for region, write in regions if not write):
-                if read != written and _overlap(read, written):
+                if read != written and read.may_overlap(written):
                     self._fail(
                         number,
                         f"reads rows [{read.rows[0]}, {read.rows[1]}) columns [{read.columns[0]}, "
@@ -205,7 +205,7 @@ class DeclarationCheck(Check):
                 )
             if region.only is not None:
                 self._check_only(number, region, write)
-            if write and any(_overlap(region, other) for other in seen):
+            if write and any(region.may_overlap(other) for other in seen):
                 self._fail(number, f"writes parts of {spec.name} twice, in no particular order")
             seen.append(region)
             yield region
@@ -256,15 +256,6 @@ class DeclarationCheck(Check):
                     f"{constant[k][1].name} is {self.tensors[tensor].name}, which {by}, "
                     "but kernels read this operand before all waits",
                 )
-
-
-def _overlap(one: Region, two: Region) -> bool:
-    """Whether two regions of an instruction may share an element."""
-    if one.tensor != two.tensor:
-        return False
-    return one.indexed != two.indexed or all(
-        a[0] < b[1] and b[0] < a[1] for a, b in ((one.rows, two.rows), (one.columns, two.columns))
-    )
 
 
 def _article(kind: TensorKind) -> str:

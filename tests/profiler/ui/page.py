@@ -39,6 +39,13 @@ FRAME = """new Promise(done => {
 })"""
 
 
+# Notes the texts that are drawn, and where, in `seenTexts`.
+HEAR = """() => { const seen = window.seenTexts = [];
+  const before = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    seen.push([text, x, y]); return before.call(this, text, x, y); }; }"""
+
+
 class Viewer:
     """A tab that shows the page. What goes wrong in it (`problems`) fails the test."""
 

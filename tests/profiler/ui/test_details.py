@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 from synthetic import synthetic_trace
-from ui.page import Viewer
-
-_HEAR = """() => { const seen = window.seenTexts = [];
-  const before = CanvasRenderingContext2D.prototype.fillText;
-  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-    seen.push([text, x, y]); return before.call(this, text, x, y); }; }"""
-
+from ui.page import HEAR, Viewer
 
 _HEAR_LINES = """() => { const seen = window.seenLines = [];
   const before = CanvasRenderingContext2D.prototype.fillRect;
@@ -41,7 +35,7 @@ def test_lines_of_steps_leave_room_between_them(
 
 @pytest.mark.parametrize("width", [800, 1280, 1600, 1920, 2400])
 def test_the_ruler_names_the_step_that_is_shown(opened: Viewer, width: int) -> None:
-    opened.page.evaluate(_HEAR)
+    opened.page.evaluate(HEAR)
     opened.page.keyboard.press("i")  # the timeline has all of the window
     for w in range(width, width + 40, 9):
         opened.page.set_viewport_size({"width": w, "height": 700})

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_ranks import gather, recorded
-from ui.page import Viewer, table_rows
-from ui.test_details import _HEAR as HEAR
+from ui.page import HEAR, Viewer, table_rows
 
 from megavm.profiler.report import report
 
