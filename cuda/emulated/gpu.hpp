@@ -8,13 +8,15 @@
 //
 // The emulation checks what a GPU would not say: that all lanes come to the same meeting, that
 // addresses are aligned and inside shared memory, that semaphores get no more arrivals than they
-// count, that no two lanes of a warp rewrite a tagged word at a time. It knows nothing of caches
-// and of the order of memory between workers beyond that of the host, and nothing of time.
+// count, that the warps of a warpgroup execute the same instructions of wgmma, that no two lanes of
+// a warp rewrite a tagged word at a time. It knows nothing of caches and of the order of memory
+// between workers beyond that of the host, and nothing of time.
 #pragma once
 
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
@@ -97,10 +99,11 @@ struct Warp {
   Meeting meetings[2];
   uint32_t alive = 0;          // bit i: lane i has not ended
   uint32_t fences = 0;         // that its lanes have come to, of wgmma
-  uint32_t meets = 0;          // the same of sync_warpgroup
+  uint32_t meets = 0;          // the same of barriers of its warpgroup
+  bool said[2] = {};           // what it said in the last of these, in turn
   uint64_t operands = 0;       // descriptors of the products since the last commit
-  uint32_t commits = 0;        // groups of products that were committed
-  uint64_t committed[4] = {};  // the operands of the last groups
+  uint32_t steps = 0;          // instructions that it executed as a part of its warpgroup
+  uint64_t step[8] = {};       // what was done in the last ones
 };
 
 // A copy that the copy engine has not delivered.

@@ -31,6 +31,19 @@ __device__ __forceinline__ void sync_warpgroup(uint32_t number) {
   asm volatile("barrier.sync.aligned %0, 128;" ::"r"(1 + number) : "memory");
 }
 
+// Whether one of the threads of warpgroup `number` says so. Waits for all of them, as sync_warpgroup
+// does.
+__device__ __forceinline__ bool any_of_warpgroup(uint32_t number, bool says) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %2, 0;\n"
+      "barrier.red.or.pred.aligned q, %1, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(1 + number), "r"(uint32_t{says})
+      : "memory");
+  return any != 0;
+}
+
 // Before the first wgmma, and between other accesses to the sums and a wgmma.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

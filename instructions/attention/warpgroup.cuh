@@ -143,8 +143,8 @@ struct AttentionWarpgroup {
       if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) score[i] = -kInfinity;
   }
 
-  // Turn scores into weights, relative to the highest score so far. True if the sums must be
-  // rescaled: after the first turns this is rare.
+  // Turn scores into weights, relative to the highest score so far. True if sums of the warpgroup
+  // must be rescaled: after the first turns this is rare.
   __device__ __forceinline__ bool weigh(uint32_t part, Scores& score, State& state,
                                         float (&rescale)[2]) const {
     bool higher = false;
@@ -172,7 +172,7 @@ struct AttentionWarpgroup {
         }
       state.total[part][half] = fmaf(state.total[part][half], rescale[half], total[0] + total[1]);
     }
-    return __any_sync(~0u, higher);
+    return ptx::any_of_warpgroup(warp / kWarps, higher);
   }
 
   // Weights of a part and turn whose values have not been added yet.
@@ -210,7 +210,9 @@ struct AttentionWarpgroup {
       mask(part, score);
       float rescale[2];
       // NOTE: the wait for the values is behind a branch, in two copies that compilers do not
-      // unite: else ptxas waits for them before it computes the weights.
+      // unite: else ptxas waits for them before it computes the weights. A wait for wgmma is one
+      // instruction of the warpgroup (PTX ISA, "wgmma.wait_group"), so its warps choose the same
+      // copy.
       if (weigh(part, score, state, rescale)) {
         ptx::wgmma_wait<0>();
         ptx::settle(sum);

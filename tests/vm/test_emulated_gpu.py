@@ -80,9 +80,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     include = [f"-I{ROOT / 'cuda' / 'emulated'}", f"-I{ROOT}"]
     subprocess.run(["c++", *FLAGS, *include, str(LIBRARY), "-o", str(made)], check=True)
     loaded = ctypes.CDLL(str(made))
-    for name in ("diverging_lanes", "misaligned_load", "load_beyond_shared_memory"):
-        getattr(loaded, name).restype = ctypes.c_char_p
     for name in (
+        "diverging_lanes",
+        "different_operands",
+        "different_waits",
+        "misaligned_load",
+        "load_beyond_shared_memory",
         "elements_of_one_word",
         "one_arrival_too_many",
         "early_read",
@@ -100,6 +103,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "diverging_lanes",
             "lane 5: this lane is at __syncwarp, another one of its warp at __ballot_sync",
         ),
+        ("different_operands", "the warps of a warpgroup multiply different operands"),
+        ("different_waits", "the warps of a warpgroup wait at different places"),
         ("misaligned_load", "address 8 of shared memory is no multiple of 16"),
         ("load_beyond_shared_memory", "shared memory has no 4 bytes at 65536"),
         ("one_arrival_too_many", "the semaphore at 0 counts 8 arrivals, this is one more"),

@@ -47,6 +47,32 @@ const char* diverging_lanes() {
       nullptr);
 }
 
+const char* different_waits() {
+  return run(
+      128,
+      [](const void*) {
+        ptx::wgmma_fence();
+        ptx::wgmma_commit();
+        if (ptx::thread_index() / 32 == 2)
+          ptx::wgmma_wait<0>();
+        else
+          ptx::wgmma_wait<0>();
+      },
+      nullptr);
+}
+
+const char* different_operands() {
+  return run(
+      128,
+      [](const void*) {
+        float sums[8] = {};
+        ptx::wgmma_fence();
+        ptx::wgmma<16>(sums, ptx::thread_index() / 32, 0);
+        ptx::wgmma_commit();
+      },
+      nullptr);
+}
+
 const char* misaligned_load() {
   return run(32, [](const void*) { ptx::load_shared4(kBase + 8); }, nullptr);
 }

@@ -1,6 +1,8 @@
 // The functions of cuda/ptx/wgmma.cuh, emulated.
 #pragma once
 
+#include <source_location>
+
 #include "cuda/ptx/mma.cuh"
 
 namespace megavm::ptx {
@@ -58,33 +60,56 @@ inline void meet_warpgroup(uint32_t emulated::Warp::* times, const std::string& 
   __syncwarp();
 }
 
+// What the warps of a warpgroup execute as one instruction: `what` is the same for all of them, or
+// `problem` is what they do.
+inline void step_of_warpgroup(uint64_t what, const char* problem) {
+  __syncwarp();
+  if (lane_index() != 0) return;
+  const uint32_t first = thread_index() / 32 / 4 * 4;
+  auto& warps = emulated::worker->warps;
+  emulated::Warp& mine = warps[thread_index() / 32];
+  const uint32_t kept = std::size(mine.step);
+  const uint32_t number = mine.steps++;
+  mine.step[number % kept] = what;
+  for (uint32_t i = first; i < first + 4; ++i)
+    if (warps[i].steps > number && warps[i].steps - number <= kept &&
+        warps[i].step[number % kept] != what)
+      emulated::fail(std::string("the warps of a warpgroup ") + problem);
+}
+using Place = std::source_location;
+inline void wait_of_warpgroup(const Place& place) {
+  step_of_warpgroup(uint64_t{place.line()} << 32 | place.column(), "wait at different places");
+}
+
 // A wgmma is one instruction of four warps, which begin it together with this fence.
 inline void wgmma_fence() { meet_warpgroup(&emulated::Warp::fences, "a wgmma"); }
 inline void sync_warpgroup(uint32_t) { meet_warpgroup(&emulated::Warp::meets, "a barrier"); }
+inline bool any_of_warpgroup(uint32_t, bool says) {
+  auto& warps = emulated::worker->warps;
+  const uint32_t mine = thread_index() / 32, first = mine / 4 * 4;
+  const uint32_t turn = warps[mine].meets % 2;
+  const bool any = __any_sync(~0u, says);
+  if (lane_index() == 0) warps[mine].said[turn] = any;
+  meet_warpgroup(&emulated::Warp::meets, "a barrier");
+  return std::any_of(&warps[first], &warps[first] + 4,
+                     [&](const emulated::Warp& warp) { return warp.said[turn]; });
+}
 inline void wgmma_commit() {
-  __syncwarp();
   // PTX ISA, "Matrix descriptor": the same in all warps of the warpgroup.
-  if (lane_index() == 0) {
-    const uint32_t first = thread_index() / 32 / 4 * 4;
-    auto& warps = emulated::worker->warps;
-    emulated::Warp& mine = warps[thread_index() / 32];
-    const uint64_t operands = std::exchange(mine.operands, 0);
-    mine.committed[mine.commits % std::size(mine.committed)] = operands;
-    ++mine.commits;
-    for (uint32_t i = first; i < first + 4; ++i)
-      if (warps[i].commits >= mine.commits &&
-          warps[i].commits - mine.commits < std::size(mine.committed) &&
-          warps[i].committed[(mine.commits - 1) % std::size(mine.committed)] != operands)
-        emulated::fail("the warps of a warpgroup multiply different operands");
-  }
+  __syncwarp();
+  auto& operands = emulated::worker->warps[thread_index() / 32].operands;
+  step_of_warpgroup(operands, "multiply different operands");
+  __syncwarp();
+  if (lane_index() == 0) operands = 0;
   emulated::lane->committed.push_back(std::exchange(emulated::lane->products, {}));
 }
 
 // Products are computed when they are waited for: until then their operands must stay, and their
-// sums must not be used.
+// sums must not be used. PTX ISA, "wgmma.wait_group": all threads of the warpgroup must execute the
+// same instruction.
 template <uint32_t kPending>
-void wgmma_wait() {
-  __syncwarp();
+void wgmma_wait(const Place& place = Place::current()) {
+  wait_of_warpgroup(place);
   auto& groups = emulated::lane->committed;
   while (groups.size() > kPending) {
     for (auto& product : groups.front()) product();
@@ -93,8 +118,8 @@ void wgmma_wait() {
   __syncwarp();
 }
 template <uint32_t kPending>
-void wgmma_wait_too() {
-  wgmma_wait<kPending>();
+void wgmma_wait_too(const Place& place = Place::current()) {
+  wgmma_wait<kPending>(place);
 }
 
 inline void note_operands(uint64_t a, uint64_t b) {
