@@ -97,13 +97,13 @@ struct Meeting {
 
 struct Warp {
   Meeting meetings[2];
-  uint32_t alive = 0;          // bit i: lane i has not ended
-  uint32_t fences = 0;         // that its lanes have come to, of wgmma
-  uint32_t meets = 0;          // the same of barriers of its warpgroup
-  bool said[2] = {};           // what it said in the last of these, in turn
-  uint64_t operands = 0;       // descriptors of the products since the last commit
-  uint32_t steps = 0;          // instructions that it executed as a part of its warpgroup
-  uint64_t step[8] = {};       // what was done in the last ones
+  uint32_t alive = 0;     // bit i: lane i has not ended
+  uint32_t fences = 0;    // that its lanes have come to, of wgmma
+  uint32_t meets = 0;     // the same of barriers of its warpgroup
+  bool said[2] = {};      // what it said in the last of these, in turn
+  uint64_t operands = 0;  // descriptors of the products since the last commit
+  uint32_t steps = 0;     // instructions that it executed as a part of its warpgroup
+  uint64_t step[8] = {};  // what was done in the last ones
 };
 
 // A copy that the copy engine has not delivered.

@@ -31,8 +31,8 @@ __device__ __forceinline__ void sync_warpgroup(uint32_t number) {
   asm volatile("barrier.sync.aligned %0, 128;" ::"r"(1 + number) : "memory");
 }
 
-// Whether one of the threads of warpgroup `number` says so. Waits for all of them, as sync_warpgroup
-// does.
+// Whether one of the threads of warpgroup `number` says so. Waits for all of them, as
+// sync_warpgroup does.
 __device__ __forceinline__ bool any_of_warpgroup(uint32_t number, bool says) {
   uint32_t any;
   asm volatile(

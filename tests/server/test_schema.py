@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from serving import RunningServer, assert_idle
 
-EXAMPLES = 30
+EXAMPLES = 20
 
 
 @pytest.mark.timeout(300)
