@@ -23,17 +23,19 @@ check: $(DEV_STAMP)
 
 # PIP_EXTRA_ARGS: for machines that get their packages in another way.
 # WERROR=ON: warnings are errors in the C++ that is installed, too, so that `make check` need not compile it again.
+DEFINES := $(if $(WERROR),-C cmake.define.MEGAVM_WERROR=$(WERROR))
+
 $(STAMP): $(NATIVE) constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_EXTRA_ARGS) \
 	    "scikit-build-core>=0.11" "pybind11>=2.13" "cmake>=3.21" ninja
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_EXTRA_ARGS) \
-	    $(if $(WERROR),-C cmake.define.MEGAVM_WERROR=$(WERROR)) --no-build-isolation -e .
+	    $(DEFINES) --no-build-isolation -e .
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_EXTRA_ARGS) \
-	    $(if $(WERROR),-C cmake.define.MEGAVM_WERROR=$(WERROR)) --no-build-isolation -e ".[dev]"
+	    $(DEFINES) --no-build-isolation -e ".[dev]"
 	touch $@ $(STAMP)
 	touch $@
 

@@ -8,9 +8,9 @@
 //
 // The emulation checks what a GPU would not say: that all lanes come to the same meeting, that
 // addresses are aligned and inside shared memory, that semaphores get no more arrivals than they
-// count, that the warps of a warpgroup execute the same instructions of wgmma, that no two lanes of
-// a warp rewrite a tagged word at a time. It knows nothing of caches and of the order of memory
-// between workers beyond that of the host, and nothing of time.
+// count, that the warps of a warpgroup multiply the same operands and wait for them at the same
+// place, that no two lanes of a warp rewrite a tagged word at a time. It knows nothing of caches
+// and of the order of memory between workers beyond that of the host, and nothing of time.
 #pragma once
 
 #include <setjmp.h>
@@ -100,10 +100,10 @@ struct Warp {
   uint32_t alive = 0;     // bit i: lane i has not ended
   uint32_t fences = 0;    // that its lanes have come to, of wgmma
   uint32_t meets = 0;     // the same of barriers of its warpgroup
-  bool said[2] = {};      // what it said in the last of these, in turn
+  bool said[2] = {};      // its votes at the last two of these barriers
   uint64_t operands = 0;  // descriptors of the products since the last commit
   uint32_t steps = 0;     // instructions that it executed as a part of its warpgroup
-  uint64_t step[8] = {};  // what was done in the last ones
+  uint64_t step[8] = {};  // the last eight of these: a warp that did another one is refused
 };
 
 // A copy that the copy engine has not delivered.

@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from serving import RunningServer, assert_idle
 
-EXAMPLES = 20
+EXAMPLES = 30
 
 
 @pytest.mark.timeout(300)

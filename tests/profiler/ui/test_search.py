@@ -18,12 +18,17 @@ SEARCHES = (
 )
 
 
+def search(viewer: Viewer, query: str) -> None:
+    """Type a query in place of the one before."""
+    viewer.page.keyboard.press("/")
+    viewer.page.keyboard.press("Control+A")
+    viewer.page.keyboard.type(query)
+    viewer.settle()
+
+
 def test_search_finds_what_it_says(opened: Viewer) -> None:
     for query, test in SEARCHES:
-        opened.page.keyboard.press("/")
-        opened.page.keyboard.press("Control+A")
-        opened.page.keyboard.type(query)
-        opened.settle()
+        search(opened, query)
         wanted = opened.run(
             "Array.from(pane.trace.worker, (worker, r) => { const t = pane.trace,"
             " kind = t.kindOf(r), label = t.labelOf(r), layer = t.layer[r], step = t.step[r],"
@@ -38,8 +43,6 @@ def test_search_finds_what_it_says(opened: Viewer) -> None:
         opened.settle()
         assert opened.run("app.matches.mask[app.selected.record]") == 1, query
         assert " of " in count.inner_text(), query
-        opened.page.keyboard.press("Escape")
-        opened.settle()
 
 
 def test_a_sign_between_quotes_is_no_comparison(opened: Viewer) -> None:
@@ -80,10 +83,7 @@ def test_a_term_without_a_value_says_what_it_takes(opened: Viewer) -> None:
         ("wait>", '"" is not a time such as 3us'),
         ("colour:", 'there is no "colour:" to search for'),
     ):
-        opened.page.keyboard.press("/")
-        opened.page.keyboard.press("Control+A")
-        opened.page.keyboard.type(query)
-        opened.settle()
+        search(opened, query)
         assert said in opened.page.locator(".count").inner_text(), query
 
 

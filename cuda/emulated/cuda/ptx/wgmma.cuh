@@ -77,9 +77,6 @@ inline void step_of_warpgroup(uint64_t what, const char* problem) {
       emulated::fail(std::string("the warps of a warpgroup ") + problem);
 }
 using Place = std::source_location;
-inline void wait_of_warpgroup(const Place& place) {
-  step_of_warpgroup(uint64_t{place.line()} << 32 | place.column(), "wait at different places");
-}
 
 // A wgmma is one instruction of four warps, which begin it together with this fence.
 inline void wgmma_fence() { meet_warpgroup(&emulated::Warp::fences, "a wgmma"); }
@@ -109,7 +106,7 @@ inline void wgmma_commit() {
 // same instruction.
 template <uint32_t kPending>
 void wgmma_wait(const Place& place = Place::current()) {
-  wait_of_warpgroup(place);
+  step_of_warpgroup(uint64_t{place.line()} << 32 | place.column(), "wait at different places");
   auto& groups = emulated::lane->committed;
   while (groups.size() > kPending) {
     for (auto& product : groups.front()) product();
