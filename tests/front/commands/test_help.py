@@ -34,15 +34,18 @@ def start(*arguments: str, **keywords: Any) -> subprocess.Popen[str]:
 
 
 def test_help_lists_the_commands_and_answers_at_once() -> None:
-    times = []
-    for _ in range(7):
+    times, least = [], []
+    for _ in range(7):  # in turns: the speed of a shared core changes
         begin = time.perf_counter()
         process = start("--help")
         out, err = process.communicate()
         times.append(time.perf_counter() - begin)
         assert (process.returncode, err) == (0, "")
         assert all(command.split()[0] in out for command in COMMANDS)
-    assert min(times) < 0.150
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import argparse, shutil"], check=True)
+        least.append(time.perf_counter() - begin)
+    assert min(times) < 5 * min(least)
 
 
 def test_help_imports_nothing_heavy() -> None:
