@@ -88,7 +88,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         (tree / name).write_text(text)
     site = folder / "site"
     build = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
-    build += ["--no-index", "--target", str(site), "-C", "cmake.define.MEGAVM_LEVELS=", "."]
+    build += ["--no-compile", "--no-index", "--target", str(site)]
+    # Without optimisation: these programs are small, and compiling all of the C++ takes minutes.
+    build += ["-C", "cmake.build-type=None", "-C", "cmake.define.MEGAVM_LEVELS=", "."]
     subprocess.run(build, cwd=tree, check=True)
     return Installed(tree, site)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 
@@ -25,8 +26,13 @@ ABSOLUTE = {DType.F32: 2e-5, DType.BF16: 2e-3, DType.I32: 0.0}
 
 
 def examples_of(cls: type[Instruction]) -> list[Example]:
-    module = importlib.import_module(f"{cls.__module__}.examples")
-    return list(module.examples(np.random.default_rng(cls.opcode)))
+    return _examples(cls.__module__, cls.opcode)
+
+
+@functools.cache  # nobody changes them
+def _examples(folder: str, seed: int) -> list[Example]:
+    module = importlib.import_module(f"{folder}.examples")
+    return list(module.examples(np.random.default_rng(seed)))
 
 
 def rounding(example: Example) -> float:
