@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import uvicorn
+from starlette.types import Message, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.server import ServerState
 
-from megavm.server.errors import ApiError, headers_too_late, to_json, too_many_connections
+from megavm.server.errors import (
+    ApiError,
+    bad_request,
+    headers_too_late,
+    to_json,
+    too_many_connections,
+)
 from megavm.server.logs import Repeated, log
 from megavm.server.settings import Settings
 
@@ -39,6 +50,10 @@ _MAX_REFUSALS: Final = 64  # connections that are answered with 503 at the same 
 _REFUSAL_SECONDS: Final = 1.0  # for a refused client to read its answer
 _LEAST_WAIT: Final = 1.0  # seconds that a connection may wait even if there are too many
 _RETRY_SECONDS: Final = 0.1  # after a failure to accept
+# Of what waits behind a request so much is read: requests with httptools, bytes with h11.
+_MAX_PIPELINED: Final = 16
+_MAX_UNREAD: Final = 65536
+_UPGRADE: Final = re.compile(rb"\r\nupgrade(?=[ \t]*:)", re.IGNORECASE)
 
 
 class Connections:
@@ -130,7 +145,7 @@ class Connections:
     def _limit_unread(self, connection: socket.socket) -> None:
         """Let the kernel end a connection whose client does not read, after the request timeout."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            milliseconds = min(int(self.settings.request_timeout * 1e3) + 1, (1 << 31) - 1)
+            milliseconds = int(min(self.settings.request_timeout * 1e3 + 1, (1 << 31) - 1))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def _make_room(self) -> bool:
@@ -184,7 +199,10 @@ class Connections:
 
 
 class Connection(HttpProtocol):
-    """uvicorn's protocol, with a limit on the time until the headers of a request are complete."""
+    """uvicorn's protocol, with a limit on the time until the headers of a request are complete.
+
+    It offers no other protocol, and notices a client that leaves while requests are pipelined.
+    """
 
     def __init__(
         self,
@@ -199,6 +217,7 @@ class Connection(HttpProtocol):
         self._owner = connections
         self._timer: asyncio.TimerHandle | None = None
         self._begun = False  # whether a part of the next request's headers has arrived
+        self._running: Any = None  # uvicorn's cycle of the request that is answered
 
     @property
     def _has_request(self) -> bool:
@@ -207,6 +226,8 @@ class Connection(HttpProtocol):
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Call the application; it finds its connection in the scope."""
         scope[CONNECTION] = self.transport
+        if scope["http_version"] == "1.0" and self._running is not None:
+            send = partial(_send_without_chunks, self._running, send)
         await self._application(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -218,10 +239,11 @@ class Connection(HttpProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass the data on; then either there is a request, or its headers are incomplete."""
-        super().data_received(data)
+        super().data_received(data if self._has_request else _without_upgrade(data))
         if self._has_request:
             self._stop_timer()
             self._owner.waiting.pop(self, None)
+            self._go_on_reading()
         else:
             self._begun = True
             self._start_timer()
@@ -233,10 +255,35 @@ class Connection(HttpProtocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Forget the connection, and tell the request that is answered."""
         self._stop_timer()
         self._owner.waiting.pop(self, None)
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # tells the last request that has arrived
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, and close the connection."""
+        self._owner.count(HTTPStatus.BAD_REQUEST)
+        self.transport.write(raw_response(bad_request(msg)))
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[misc]
+
+    def _go_on_reading(self) -> None:
+        """Read on while some requests wait behind the one that is answered.
+
+        uvicorn does not, so that nobody would see that the client leaves.
+        """
+        if hasattr(self, "pipeline"):  # httptools
+            few = 0 < len(self.pipeline) <= _MAX_PIPELINED
+        else:
+            few = 0 < len(self.conn.trailing_data[0]) <= _MAX_UNREAD
+        if few and len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
 
     def _wait(self) -> None:
         self._owner.waiting.setdefault(self, self.loop.time())
@@ -260,6 +307,27 @@ class Connection(HttpProtocol):
             answer = headers_too_late(self._owner.settings.header_timeout)
             self.transport.write(raw_response(answer))
         self.transport.close()
+
+
+async def _send_without_chunks(cycle: Any, send: Send, message: Message) -> None:
+    """Send a message to a client of HTTP/1.0, which knows no chunks: where there is no length, the
+    end of the connection is that of the body. `cycle` is httptools' one; h11 does so by itself."""
+    if message["type"] == "http.response.start":
+        if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
+            cycle.chunked_encoding, cycle.expected_content_length = False, math.inf
+    elif not message.get("more_body") and cycle.expected_content_length == math.inf:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Headers of a request without an offer of another protocol, which a server may ignore.
+
+    With the offer, httptools would not read the body: clients that would rather use HTTP/2, such
+    as Java's, send it with every request.
+    """
+    head, blank, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nignored", head) + blank + rest
 
 
 class _Refusal(asyncio.Protocol):

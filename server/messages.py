@@ -13,7 +13,7 @@ from megavm.server.answers import check_generation
 from megavm.server.blocks import Block, BlockAnswer, Event
 from megavm.server.chat import answer_chat, encode_chat
 from megavm.server.engine.generation import Batch
-from megavm.server.errors import ApiError, json_response, renamed
+from megavm.server.errors import ApiError, json_response, renamed, to_json
 from megavm.server.messages_request import FIELDS, CountTokensRequest, MessagesRequest
 from megavm.server.protocol import check_model, read_body
 from megavm.server.service import Service
@@ -28,7 +28,8 @@ class MessagesAnswer(BlockAnswer):
     _started = False
 
     def content(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._message([_block(block) for block in self.blocks], **_stop(choice))
+        cut = choice["finish_reason"] == "length"
+        return self._message([_block(block, cut) for block in self.blocks], **_stop(choice))
 
     def render(self, batch: Batch) -> bytes:
         # The first event has the tokens of the prompt that were cached: known with the first token.
@@ -36,7 +37,8 @@ class MessagesAnswer(BlockAnswer):
         return begin + super().render(batch)
 
     def opened(self, block: Block) -> Iterator[Event]:
-        yield _of_block("start", block, content_block=_block(block, empty=True))
+        empty = Block(block.index, block.call_id, block.name)
+        yield _of_block("start", block, content_block=_block(empty))
 
     def extended(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         if block.call_id is None:
@@ -91,15 +93,24 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
     return {"stop_reason": _REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
 
-def _block(block: Block, empty: bool = False) -> dict[str, Any]:
-    """A block of the content; `empty` before its pieces."""
+def _block(block: Block, cut: bool = False) -> dict[str, Any]:
+    """A block of the content; `cut`: max_tokens has ended the answer, maybe within it."""
     if block.call_id is None:
-        return {"type": "text", "text": "" if empty else block.text}
-    arguments: Any = {}
-    if block.text and not empty:
-        # max_tokens may have cut the arguments.
-        arguments = from_json(block.text, allow_partial="trailing-strings")
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+        return {"type": "text", "text": block.text}
+    given = _arguments(block.text, cut)
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+
+
+def _arguments(text: str, cut: bool) -> dict[str, Any]:
+    """The arguments of a call; none if the model has not written a JSON object."""
+    try:
+        found = from_json(
+            text, allow_inf_nan=False, allow_partial="trailing-strings" if cut else False
+        )
+        to_json(found)  # a number such as 1e400 is read, but cannot be written
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _of_block(what: str, block: Block, **content: Any) -> Event:

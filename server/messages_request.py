@@ -14,7 +14,7 @@ from megavm.server.protocol import Body, ChatRequest, Int, chat_request
 # Fields of the chat request that have other names here.
 FIELDS: Final = {
     "stop": "stop_sequences",
-    "reasoning_effort": "output_config",
+    "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
 }
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -170,8 +170,8 @@ def _blocks(index: int, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-        if kind == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
+        if kind == "text":
+            texts.append(_text(f"message {index}", [block], "messages"))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(block.get("input") or {})
             function = {"name": block.get("name"), "arguments": arguments}
@@ -199,9 +199,11 @@ def _text(where: str, content: Any, field: str) -> str:
     texts = []
     for block in content if isinstance(content, list) else [content]:
         kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-        if kind != "text" or not isinstance(block.get("text"), str):
+        if kind != "text":
             kind = shorten(str(kind))
             raise bad_request(f"{where} holds a block of type {kind!r}: only text is read", field)
+        if not isinstance(block.get("text"), str):
+            raise bad_request(f"{where} holds a block of type 'text' without a text", field)
         texts.append(block["text"])
     return "\n".join(texts)
 
@@ -224,6 +226,12 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
     if "disable_parallel_tool_use" in choice:
         fields["parallel_tool_calls"] = not choice["disable_parallel_tool_use"]
     if kind == "tool":
+        if not isinstance(choice.get("name"), str):
+            raise bad_request(
+                'a tool_choice of type tool must be {"type": "tool", "name": ...}, not'
+                f" {shorten(repr(choice))}",
+                "tool_choice",
+            )
         named = {"type": "function", "function": {"name": choice.get("name")}}
         return {**fields, "tool_choice": named}
     if kind not in _TOOL_CHOICES:

@@ -123,8 +123,7 @@ class Gate:
             if deadline is None:
                 return await receive()
             try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
+                message = await self._service.read(receive, deadline)
             except TimeoutError as error:
                 raise timed_out(seconds) from error
             read += len(message.get("body", b""))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import WithJsonSchema
 
-from megavm.server.errors import bad_request, shorten
+from megavm.server.errors import bad_request, shorten, to_json
 from megavm.server.protocol import Body, ChatRequest, Int, chat_request
 
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -17,14 +17,15 @@ _TEXT_PARTS: Final = {
     "text": "text",
     "refusal": "refusal",
 }
+_TOOL_CHOICES: Final = ("auto", "none", "required")
 _ROLES: Final = {"user", "assistant", "system", "developer"}
 # Fields of the chat request that stand for others here.
 FIELDS: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
-    "verbosity": "text",
+    "verbosity": "text.verbosity",
     "logprobs": "include",
 }
 
@@ -105,6 +106,7 @@ class ResponsesRequest(Body):
         Raises:
             ApiError: a field is wrong or not supported.
         """
+        self._check_echo()
         own = {"input", "instructions", "max_output_tokens", "text", "reasoning", "include"}
         fields = self.model_dump(exclude=own | {"tools", "tool_choice"}, exclude_none=True)
         fields |= {
@@ -120,6 +122,14 @@ class ResponsesRequest(Body):
             fields["verbosity"] = self.text.verbosity
             fields["response_format"] = _response_format(self.text.format)
         return chat_request(fields)
+
+    def _check_echo(self) -> None:
+        """Raise ApiError for what the answer could not repeat: a number such as 1e400."""
+        for name in ("text", "tools", "tool_choice", "metadata"):
+            try:
+                to_json(self.model_dump(include={name}))
+            except ValueError as error:
+                raise bad_request(f"{name} holds a number that is not finite", name) from error
 
 
 def _messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
@@ -182,11 +192,11 @@ def _text(index: int, content: Any) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = (
-            part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
-        )
-        if not isinstance(text, str):
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             raise _wrong(index, f"holds a part of type {shorten(str(kind))!r}: only text is read")
+        text = part.get(_TEXT_PARTS[kind]) if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise _wrong(index, f"holds a part of type {kind!r} without a text")
         texts.append(text)
     return "\n".join(texts)
 
@@ -202,9 +212,15 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    if choice in (None, "", *_TOOL_CHOICES):
+        return choice
+    if not isinstance(choice, Mapping) or not isinstance(choice.get("name"), str):
+        raise bad_request(
+            f"tool_choice must be one of {', '.join(_TOOL_CHOICES)}, or the object"
+            f' {{"type": "function", "name": ...}}, not {shorten(repr(choice))}',
+            "tool_choice",
+        )
+    return {"type": choice.get("type"), "function": {"name": choice["name"]}}
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

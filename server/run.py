@@ -48,6 +48,7 @@ class Server(uvicorn.Server):
             app,
             access_log=False,
             log_config=None,
+            ws="none",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=_CLOSING_SECONDS,

@@ -12,6 +12,8 @@ from enum import Enum
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from starlette.types import Message, Receive
+
 from megavm.chat_template import check_template_kwargs
 from megavm.sampling_params import SamplingParams
 from megavm.server.engine.client import EngineClient, EngineEnded, Transport
@@ -103,6 +105,7 @@ class Service:
         self._client: EngineClient | None = None
         self._loading: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()  # loading has ended, with or without success
+        self._reading: set[asyncio.Timeout] = set()  # limits of bodies that are being read
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -149,7 +152,7 @@ class Service:
         if status is Status.LOADING:
             raise unavailable(f"The model is being loaded: {self.progress}.", "loading")
         if status is Status.DRAINING:
-            raise unavailable("The server is shutting down.", "draining")
+            raise _shutting_down()
         if status is Status.FAILED:
             broken = None if self._client is None else self._client.broken
             raise unavailable(f"The server cannot go on: {broken or self.failure}", "failed")
@@ -222,13 +225,18 @@ class Service:
     async def drain(self) -> None:
         """Refuse new requests and wait for running ones, at most for the shutdown timeout.
 
-        Requests that are still running then end with an error.
+        Requests that are still running then end with an error. Those whose body is not complete do
+        so at once, and recordings.
         """
         if self._status is not Status.FAILED:
             self._status = Status.DRAINING
         log(logging.INFO, "draining", requests=self._in_flight)
-        if self.is_loading and self._client is not None:
-            self._client.give_up()
+        if self._client is not None:
+            if self.is_loading:
+                self._client.give_up()
+            self._client.end_recordings(_shutting_down())
+        for limit in self._reading:
+            limit.reschedule(0)
         timeout = self.settings.shutdown_timeout
         if await self._wait_idle(timeout):
             return
@@ -239,7 +247,27 @@ class Service:
     def abort(self) -> None:
         """End all running requests with an error."""
         if self._client is not None:
-            self._client.fail_all(unavailable("The server is shutting down.", "draining"))
+            self._client.fail_all(_shutting_down())
+
+    async def read(self, receive: Receive, deadline: float) -> Message:
+        """The next message of a request whose body must be complete at `deadline`, by the clock of
+        the event loop.
+
+        Raises:
+            TimeoutError: it did not come.
+            ApiError: the server shuts down.
+        """
+        try:
+            async with asyncio.timeout_at(deadline) as limit:
+                self._reading.add(limit)
+                try:
+                    return await receive()
+                finally:
+                    self._reading.discard(limit)
+        except TimeoutError:
+            if self.status is Status.DRAINING:
+                raise _shutting_down() from None
+            raise
 
     async def _wait_idle(self, seconds: float) -> bool:
         with suppress(TimeoutError):
@@ -530,3 +558,7 @@ class Service:
         """Forget a generation and abort its unfinished sequences."""
         if self._client is not None:
             self._client.close(generation)
+
+
+def _shutting_down() -> ApiError:
+    return unavailable("The server is shutting down.", "draining")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +16,7 @@ REQUEST_TIMEOUT: Final = 600.0
 HEADER_TIMEOUT: Final = 60.0
 SHUTDOWN_TIMEOUT: Final = 30.0
 KEEP_ALIVE: Final = 75
+_ORIGIN: Final = re.compile(r"[A-Za-z][\w+.-]*://[^\s/?#]+")  # as browsers send it
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Settings:
         log_prompts: whether prompts are written to the log.
 
     Raises:
-        ValueError: there is no name, a key is empty, a host is no name, a certificate is missing,
-            or a limit is out of range.
+        ValueError: there is no name, a key is empty, a host or an origin is not one, a certificate
+            is missing, or a limit is out of range.
     """
 
     model_names: tuple[str, ...]
@@ -69,6 +71,12 @@ class Settings:
             check_pattern(pattern)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError(f"the key {self.ssl_keyfile} needs a certificate: give --ssl-certfile")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"the origin {origin!r} must be * or scheme://host, maybe with a port, such as"
+                    " https://example.org"
+                )
         for name, least in (
             ("max_body_bytes", 1),
             ("max_n", 1),

@@ -94,6 +94,7 @@ class EngineClient:
         self._loaded: asyncio.Future[ModelFacts | None] = self._loop.create_future()
         self._keys = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._recordings: set[int] = set()  # keys of those that will be traces
         # The thread in which parts arrive and the event loop share these.
         self._lock = threading.Lock()
         self._generations: dict[int, Generation] = {}  # by key, until all sequences have ended
@@ -174,6 +175,12 @@ class EngineClient:
         for generation in self._open:
             generation.fail(error)
 
+    def end_recordings(self, error: ApiError) -> None:
+        """End `record` with an error, which it raises."""
+        for key in self._recordings:
+            if not self._answers[key].done():
+                self._answers[key].set_exception(error)
+
     async def metrics(self) -> EngineSnapshot:
         """The engine's metrics.
 
@@ -191,12 +198,13 @@ class EngineClient:
             ShortRunning: no step ran.
             TimeoutError: the engine does not answer.
             EngineEnded: the engine's process has ended.
+            ApiError: see `end_recordings`.
         """
         try:
             async with asyncio.timeout(timeout + _RECORD_SECONDS):
                 trace: bytes = await self._ask(Record, steps, timeout)
                 return trace
-        except (asyncio.CancelledError, TimeoutError):
+        except (asyncio.CancelledError, TimeoutError, ApiError):
             self._transport.send(StopRecording())
             raise
 
@@ -205,10 +213,13 @@ class EngineClient:
             raise EngineEnded(self.broken or "the engine is not there")
         key = next(self._keys)
         answer = self._answers[key] = self._loop.create_future()
+        if question is Record:
+            self._recordings.add(key)
         try:
             self._transport.send(question(key, *arguments))
             return await answer
         finally:
+            self._recordings.discard(key)
             del self._answers[key]
 
     async def close_all(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -54,7 +55,7 @@ def read_tool_choice(
     """
     functions = [_read_tool(index, tool) for index, tool in enumerate(tools or ())]
     names = [function.name for function in functions]
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+    if twice := next((name for name, count in Counter(names).items() if count > 1), None):
         raise bad_request(f"two tools have the name {twice}", "tools")
     if choice is None or choice == "":
         choice = "auto"

@@ -112,6 +112,9 @@ class ChatTemplate:
             )
         check_template_kwargs(variables)
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if "developer" not in self.source:  # OpenAI's clients call it so
+            for message in plain:
+                message["role"] = {"developer": "system"}.get(message["role"], message["role"])
         if not plain:
             raise ValueError("messages must hold at least one message")
         if continue_final_message:
@@ -199,14 +202,15 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         parts = []
         for part in content:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if not isinstance(text, str) or (
-                isinstance(part, Mapping) and part.get("type", "text") != "text"
-            ):
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            text, kind = part, type(part).__name__
+            if isinstance(part, Mapping):
+                text, kind = part.get("text"), part.get("type", "text")
+            if kind not in ("text", "str"):
                 raise ValueError(
                     f"message {index} holds a part of type {kind!r}: only text is read"
                 )
+            if not isinstance(text, str):
+                raise ValueError(f"message {index} holds a part of type {kind!r} without a text")
             parts.append(text)
         content = "\n".join(parts)
     if content is not None and not isinstance(content, str):

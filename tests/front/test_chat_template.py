@@ -164,6 +164,16 @@ def test_tools_are_rendered_as_transformers_does(tmp_path: Path) -> None:
         Tokenizer(tmp_path).chat_prompt(CHAT, False, [*tools, "weather"])  # type: ignore[list-item]
 
 
+def test_developers_speak_as_the_system_where_a_template_does_not_know_them(tmp_path: Path) -> None:
+    chat = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    system = [{**chat[0], "role": "system"}, chat[1]]
+    write_tokenizer(tmp_path, chat_template=CHATML)
+    assert Tokenizer(tmp_path).chat_prompt(chat) == Tokenizer(tmp_path).chat_prompt(system)
+    knows = "{% for m in messages %}{{ m.role == 'developer' }}{% endfor %}"
+    write_tokenizer(tmp_path, chat_template=knows)
+    assert Tokenizer(tmp_path).chat_prompt(chat) == "TrueFalse"
+
+
 def test_the_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat_template="from the configuration")
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))

@@ -44,6 +44,10 @@ async def _read_body(request: Request) -> Response:
     return Response()
 
 
+async def _echo(request: Request) -> Response:
+    return Response(await request.body())
+
+
 class Running:
     """A server in a thread, whose model is being loaded until the end."""
 
@@ -55,6 +59,7 @@ class Running:
         app = self.server.config.app
         assert isinstance(app, FastAPI)
         app.add_route("/read", _read_body, methods=["POST"])
+        app.add_route("/echo", _echo, methods=["POST"])
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self.server.started)
@@ -380,3 +385,33 @@ def test_a_certificate_that_cannot_be_used_is_named(
         certificate[0], missing
     )
     assert refused(certificate[0], certificate[0]).startswith("cannot use the certificate")
+
+
+# Other protocols, and what is none.
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
+    # Java's client offers HTTP/2 with every request.
+    head = (
+        b"POST /echo HTTP/1.1\r\nhost: 127.0.0.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+        b"HTTP2-Settings: AAEAAEAA\r\nUpgrade: " + offer + b"\r\ncontent-length: 4\r\n\r\n"
+    )
+    with running() as server:
+        for parts in ([head + b"body"], [head, b"body"]):
+            with server.connect() as connection:
+                for _ in range(2):  # the connection stays as it is
+                    for part in parts:
+                        connection.sendall(part)
+                        time.sleep(0.05)
+                    answer = http.client.HTTPResponse(connection)
+                    answer.begin()
+                    assert (answer.status, answer.read()) == (200, b"body")
+        wait_until(lambda: server.num_connections == 0)
+
+
+def test_what_is_not_http_gets_an_error_object() -> None:
+    with running() as server, server.connect(b"HELLO\r\n\r\n") as connection:
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"

@@ -256,7 +256,12 @@ def test_http_1_0_has_no_chunks(server: RunningServer) -> None:
         while block := client.recv(1 << 16):
             answer += block
     assert counts.events == 0
-    assert answer.partition(b"\r\n\r\n")[2].count(b"data: {") == 60
+    headers, _, body = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in headers.lower()
+    *events, done, nothing = body.split(b"\n\n")
+    assert len(events) == 60
+    assert all(event.startswith(b"data: {") for event in events)
+    assert (done, nothing) == (b"data: [DONE]", b"")
 
 
 def test_a_connection_is_used_again_after_a_stream(server: RunningServer) -> None:

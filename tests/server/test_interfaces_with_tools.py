@@ -196,3 +196,18 @@ def test_a_message_has_the_form_of_its_output_config(server: RunningServer) -> N
     fields = {"messages": MESSAGES, "max_tokens": 200, "output_config": {"format": form}}
     message = server.post("/v1/messages", fields).json
     assert Answer.model_validate_json(message["content"][0]["text"])
+
+
+@pytest.mark.parametrize("arguments", ['{"a": oops}', '{"a": 1,}', '{"a": 1e400}', '{"a": NaN}'])
+def test_a_message_with_malformed_arguments_has_a_call_without_any(
+    with_tools: RunningServer, arguments: str
+) -> None:
+    written = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    with writing(with_tools.service.tokenizer, written):
+        whole = with_tools.post("/v1/messages", SAY)
+        streamed = with_tools.post("/v1/messages", {**SAY, "stream": True}).named_events
+    assert whole.status == 200, whole.content
+    (call,) = whole.json["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {})
+    pieces = [e["delta"] for e in streamed if e["type"] == "content_block_delta"]
+    assert "".join(piece["partial_json"] for piece in pieces).startswith(arguments)

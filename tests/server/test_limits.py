@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import re
 import shutil
@@ -29,6 +30,35 @@ from megavm.server.settings import Settings
 
 PROMPT = "Once upon a time"
 ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_with_requests_pipelined_is_noticed(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.dumps({**ENDLESS, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    ask = head + f"content-length: {len(body)}\r\n\r\n".encode() + body
+    with serving() as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(ask * 3)
+            wait_until(lambda: server.engine.num_running == 1)
+        assert_idle(server)
+        # Neither of the others ran, and nobody wrote to a connection that was closed.
+        assert server.metric("request_success_total", finished_reason="length") == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("origin", ["foo", "https://a.example/", "https://", "a.example:1"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"the origin {origin!r} must be *")):
+        Settings(("a",), allowed_origins=(origin,))
+    assert Settings(("a",), allowed_origins=("*", "https://a.example:1", "http://[::1]:3"))
+
+
+def test_a_request_may_take_as_long_as_it_wants() -> None:
+    with serving({"request_timeout": float("inf")}) as server:
+        assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
 # Keys.

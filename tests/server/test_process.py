@@ -141,6 +141,29 @@ def test_requests_that_do_not_end_in_time_are_told_so(again: bool) -> None:
         assert "Traceback" not in server.said
 
 
+def test_a_shutdown_waits_for_no_recording_and_for_no_body() -> None:
+    with started() as server:
+        server.wait_for(" ready ")
+        recording, reading = server.connect(), server.connect()
+        fields = json.dumps({"steps": 9, "timeout": 600})
+        recording.request("POST", "/v1/profile", fields, {"content-type": "application/json"})
+        reading.putrequest("POST", "/v1/completions")
+        reading.putheader("content-type", "application/json")
+        reading.putheader("content-length", "9")
+        reading.endheaders(b"{")
+        time.sleep(0.2)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        for connection in (recording, reading):
+            answer = connection.getresponse()
+            assert answer.status == 503
+            assert json.loads(answer.read())["error"]["code"] == "draining"
+            connection.close()
+        assert server.end() == 0
+        assert time.monotonic() - began < 15  # else the shutdown timeout, 30 s, and more
+        assert "Traceback" not in server.said
+
+
 def test_a_killed_server_can_be_started_again_at_its_port() -> None:
     with started() as server:
         server.wait_for(" ready ")

@@ -220,9 +220,16 @@ def test_fields_of_vllm_reach_the_sampler(server: RunningServer, llm: LLM) -> No
         ({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be"),
         ({"temperature": -1}, "temperature", "temperature must be"),
         ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "reasoning is not supported"),
-        ({"text": {"verbosity": "low"}}, "text", "not supported"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "reasoning.effort is not"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tool 0 has the type 'web_search'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", '"name": ...}, not'),
+        ({"tool_choice": "any"}, "tool_choice", "auto, none, required, or the object"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input",
+            "holds a part of type 'input_text' without a text",
+        ),
         ({"input": []}, "input", "at least one item"),
         ({"input": 5}, "input", "a text or a list"),
         ({"input": [5]}, "input", "item 0 of input must be an object"),
@@ -297,3 +304,21 @@ def test_metrics_and_limits_count_responses(server: RunningServer) -> None:
         late = small.post("/v1/responses", fields).named_events[-1]
         assert late["type"] == "response.failed"
         assert "longer than the 0.3 s" in late["response"]["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", '{"a": 1e400}'),
+        ("text", '{"format": {"type": "text", "x": -1e400}}'),
+        ("tools", '[{"type": "function", "name": "f", "parameters": {"default": 1e400}}]'),
+    ],
+)
+def test_a_number_that_no_answer_can_repeat_is_refused(
+    server: RunningServer, field: str, value: str, stream: bool
+) -> None:
+    body = f'{{"input": "a", "stream": {str(stream).lower()}, "{field}": {value}}}'
+    response = server.send("POST", "/v1/responses", body, content_type="application/json")
+    assert response.status == 400
+    assert response.error["message"] == f"{field} holds a number that is not finite"
