@@ -7,6 +7,7 @@ stays fast.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,9 +23,12 @@ from megavm.scheduler.llama.config import (
 )
 from megavm.scheduler.llama.json_files import Keys, read_json, short
 from megavm.scheduler.llama.safetensors_file import WEIGHT_DTYPES, SafetensorsFile
+from megavm.vm.config import MAX_STOP_TOKENS
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("megavm")
 
 CONFIG_FILE: Final = "config.json"
 GENERATION_FILE: Final = "generation_config.json"
@@ -92,13 +96,41 @@ class Checkpoint:
     def check(self) -> None:
         """Check every file header and the position, shape and dtype of every weight, not the data.
 
+        A head of its own wins over `tie_word_embeddings`, as in transformers 5: where both are
+        stored and differ, `config` is untied.
+
         Raises:
             ValueError: a file or tensor is missing, truncated, corrupt, of another shape, or stored
                 in a dtype that megavm does not read.
         """
+        if self.config.tie_word_embeddings and self._has_own_head():
+            logger.info("the LM head in %s differs from the embeddings: untied", self.directory)
+            self.config = replace(self.config, tie_word_embeddings=False)
         for name in self._expected:
             self._locate(name)
         self._refuse_ignored_weights()
+
+    def _has_own_head(self) -> bool:
+        """Whether both embeddings and LM head are stored, and differ."""
+        import torch
+
+        stored = []
+        for name in (EMBEDDING, LM_HEAD):
+            file = self._file_of(name)
+            if file is None or name not in file.entries:
+                return False
+            stored.append((file, file.entries[name]))
+        (first, one), (second, other) = stored
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return True
+        bits = [
+            file.tensor(name).view(torch.uint8)
+            for (file, _), name in zip(stored, (EMBEDDING, LM_HEAD), strict=True)
+        ]
+        equal = torch.equal(*bits)
+        first.release(one.begin, one.end)
+        second.release(other.begin, other.end)
+        return not equal
 
     def extra_tensors(self) -> Iterator[str]:
         """Names of stored tensors that the model does not use, such as `rotary_emb.inv_freq`."""
@@ -215,7 +247,7 @@ class Checkpoint:
         modules = {name.removesuffix(".weight") for name in self._expected}
         for name in self.extra_tensors():
             module, _, kind = name.rpartition(".")
-            if kind == "bias" and module in modules:
+            if kind == "bias" and module in modules and module != LM_HEAD.removesuffix(".weight"):
                 raise ValueError(
                     f"{self.directory} holds tensor {name}, but config.json says attention_bias="
                     f"{self.config.attention_bias} and mlp_bias={self.config.mlp_bias}"
@@ -255,7 +287,13 @@ def _read_generation(directory: Path, config: LlamaConfig) -> dict[str, Any]:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"{path}: key {key}={short(value)} must be a number")
     try:
+        Keys(generation).boolean("do_sample")
         eos = Keys(generation).token_ids("eos_token_id")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    if len(set(eos)) > MAX_STOP_TOKENS:
+        raise ValueError(
+            f"{path}: key eos_token_id holds {len(set(eos))} tokens, at most {MAX_STOP_TOKENS} are"
+            " possible"
+        )
     return {**generation, "eos_token_id": eos or config.eos_token_ids}

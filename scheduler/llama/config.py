@@ -199,12 +199,14 @@ def _read_rope(config: dict[str, Any], max_positions: int) -> tuple[float, RopeS
             f"config key {key}.{type_key}={short(kind)} is not supported: megavm runs"
             " default, linear and llama3"
         )
+    # As in transformers, the model's own key comes first.
+    top = config.get("original_max_position_embeddings") is not None
     scaling = RopeScaling(
         kind="llama3",
         factor=keys.number("factor"),
         low_freq_factor=keys.number("low_freq_factor"),
         high_freq_factor=keys.number("high_freq_factor"),
-        original_max_position_embeddings=keys.integer(
+        original_max_position_embeddings=(Keys(config) if top else keys).integer(
             "original_max_position_embeddings", maximum=1 << 28, default=max_positions
         ),
     )

@@ -20,12 +20,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no {path.name} in {path.parent}")
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB")
-        value = json.loads(path.read_bytes().decode("utf-8"))
+        size, content = path.stat().st_size, b""
+        if size <= _MAX_JSON_BYTES:
+            content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    if size > _MAX_JSON_BYTES:
+        raise ValueError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB")
+    try:
+        value = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # of an integer of too many digits, too
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")

@@ -51,6 +51,14 @@ class Parallel:
                 f"a multiple of {UNIT_ROWS * self.ranks}"
             )
 
+        size, width = config.intermediate_size, self.width(config.intermediate_size)
+        if not self.gathers and size < width * self.ranks and size <= width:
+            raise ValueError(
+                f"{self.ranks} ranks cannot divide an intermediate size of {size} with"
+                f" tensor_parallel_exchange all_reduce: expected a multiple of {self.ranks}, or"
+                f" more than {width}"
+            )
+
     @property
     def gathers(self) -> bool:
         """Whether ranks meet by gathers alone."""

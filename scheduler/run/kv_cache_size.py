@@ -25,9 +25,20 @@ def default_bytes(target: Target, available: int) -> int:
     return share if target.max_kv_bytes is None else min(target.max_kv_bytes, share)
 
 
-def cpu_bytes() -> int:
-    """The memory of this computer in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def cpu_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
+    """The memory in bytes that the weights will leave of this computer's.
+
+    Raises ValueError when the weights are larger.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Ranks divide all but the table of embeddings; what runs reads copies of them in huge pages.
+    table = config.vocab_size * config.hidden_size
+    weights = (config.num_parameters + (ranks - 1) * table) * itemsize
+    if weights >= memory:
+        raise ValueError(
+            f"the weights take {weights / 2**30:.1f} GiB, the computer has {memory / 2**30:.1f} GiB"
+        )
+    return memory - weights
 
 
 def gpu_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
@@ -93,10 +104,10 @@ def kv_cache_size(
             f"kv_cache_bytes is {kv_cache_bytes}, less than one KV block of {block_size} tokens, "
             f"{block_bytes} bytes"
         )
-    if num_blocks is not None:
-        return max_model_len or longest, num_blocks
-    if kv_cache_bytes is not None:
-        return max_model_len or longest, kv_cache_bytes // block_bytes
+    given = num_blocks if kv_cache_bytes is None else kv_cache_bytes // block_bytes
+    if given is not None:
+        # The last token of a sequence needs no room.
+        return max_model_len or min(longest, given * block_size + 1), given
     affordable = max(available_bytes // block_bytes, 1)
     length = max_model_len or min(longest, max(affordable * block_size, 2))
     per_sequence = -(-length // block_size)

@@ -167,9 +167,8 @@ def read_template(directory: Path, config_file: Path, config: dict[str, Any]) ->
     if path.is_file():
         return read_text(path)
     path = directory / TEMPLATE_JSON_FILE
-    if path.is_file():
-        template = read_json(path).get("chat_template")
-    else:
+    template = read_json(path).get("chat_template") if path.is_file() else None
+    if template is None:
         path, template = config_file, config.get("chat_template")
     if isinstance(template, list):
         named = {

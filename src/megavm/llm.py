@@ -80,15 +80,15 @@ class LLM:
             the CPU.
         dtype: type of weights and KV cache; "auto" takes the stored type (bfloat16 for float16).
         max_model_len: tokens of the longest sequence, prompt included; None takes the model's
-            limit, or less if a KV cache of the default size cannot hold that many.
+            limit, or less if the KV cache cannot hold that many.
         max_num_seqs: sequences that run at the same time; others wait. None is 64 on a GPU and 16
             elsewhere, or `max_num_batched_tokens` if that is less.
         max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks. None is
             2048 on a GPU and 512 elsewhere.
         kv_cache_bytes, num_blocks: size of the KV cache; give at most one. By default as many
             blocks as `max_num_seqs` sequences of `max_model_len` tokens need, but at most 85 % of
-            the GPU memory that the weights leave, or on the CPU at most 4 GiB and a quarter of the
-            computer's memory.
+            the memory that the weights leave on GPUs, or on the CPU at most 4 GiB and a quarter of
+            that.
         block_size: tokens of a KV block; None is 64 on a GPU and 16 elsewhere.
         workers: workers of the machine, of each rank; None takes the machine's default.
         tensor_parallel_size: number of ranks that divide the model; it must divide the KV heads.
@@ -181,7 +181,8 @@ class LLM:
             max_num_seqs = min(target.max_num_seqs, max_num_batched_tokens)
         check_sequences(max_num_seqs, max_num_batched_tokens)
         itemsize = choose_dtype(config, dtype).size
-        available = gpu_bytes(config, itemsize, tensor_parallel_size) if on_gpu else cpu_bytes()
+        free = gpu_bytes if on_gpu else cpu_bytes
+        available = free(config, itemsize, tensor_parallel_size)
         self.max_model_len, blocks = kv_cache_size(
             config,
             available_bytes=default_bytes(target, available),

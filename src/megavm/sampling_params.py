@@ -133,7 +133,14 @@ class SamplingParams:
         }
         if generation.get("do_sample") is False:
             values["temperature"] = 0.0
-        return cls(**{**values, **given})
+        try:
+            return cls(**{**values, **given})
+        except ValueError:
+            try:
+                cls(**values)
+            except ValueError as error:
+                raise ValueError(f"generation_config.json: {error}") from error
+            raise
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

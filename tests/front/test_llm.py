@@ -418,7 +418,8 @@ def test_logits_of_bad_input_are_refused(llm: LLM, tokens: Any, message: str) ->
 
 
 def test_a_full_cache_fails_its_own_request_only() -> None:
-    with LLM("stories", dtype="float32", num_blocks=8, block_size=16, max_num_seqs=4) as small:
+    sizes: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "max_model_len": 1024}
+    with LLM("stories", dtype="float32", max_num_seqs=4, **sizes) as small:
         with pytest.raises(ValueError, match="prompt 1: the prompt has 129 tokens; the KV cache"):
             small.generate([[1], [5] * 129], greedy())
         params = [greedy(max_tokens=None, ignore_eos=True), greedy(), greedy()]
@@ -448,6 +449,10 @@ def test_a_full_cache_fails_its_own_request_only() -> None:
         (
             {"max_model_len": 4096},
             "max_model_len is 4096, the model's max_position_embeddings 1024",
+        ),
+        (
+            {"kv_cache_bytes": 1 << 50},
+            r"the KV cache takes 1048576\.0 GiB .* the memory for them has",
         ),
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, not 0"),
         ({"block_size": 2.5}, "block_size must be a positive integer, not 2.5"),
@@ -502,7 +507,7 @@ def test_the_size_of_the_cache_can_be_given_in_bytes() -> None:
     block = config.kv_elements_per_token * 16 * 2
     with LLM("stories", kv_cache_bytes=5 * block + 1, block_size=16) as small:
         assert small.runner.num_blocks == 5
-        assert small.max_model_len == 1024
+        assert small.max_model_len == 81  # a longer sequence could never run
 
 
 def test_a_closed_llm_refuses_work_and_ends_its_streams() -> None:

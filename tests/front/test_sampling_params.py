@@ -162,5 +162,7 @@ def test_a_generation_config_fills_in_what_is_not_given() -> None:
     assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6}).greedy
     given = SamplingParams.from_generation_config({"do_sample": False}, temperature=0.3)
     assert given.temperature == 0.3
-    with pytest.raises(ValueError, match="top_p"):
+    with pytest.raises(ValueError, match=r"^generation_config\.json: top_p must"):
         SamplingParams.from_generation_config({"top_p": 7.0})
+    with pytest.raises(ValueError, match=r"^max_tokens must"):
+        SamplingParams.from_generation_config({"top_p": 0.5}, max_tokens=-1)

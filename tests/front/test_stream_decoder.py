@@ -68,6 +68,16 @@ def test_random_bytes_stream_to_what_they_decode_to_at_once(tmp_path: Path) -> N
         assert stream(tokenizer, ids, skip=False) == tokenizer.decode(ids, False)
 
 
+def test_an_id_without_a_token_changes_nothing(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, byte_fallback()))
+    ids = [
+        *tokenizer.encode("he", False),
+        tokenizer.vocab_size + 3,
+        *tokenizer.encode("the", False),
+    ]
+    assert stream(tokenizer, ids) == tokenizer.decode(ids) == "he the"
+
+
 def test_no_sequence_of_ids_raises(tokenizer: Tokenizer) -> None:
     draw = random.Random(4)
     strange: list[Any] = [-1, 1 << 31, 1 << 32, 1 << 70, tokenizer.vocab_size, None, "x", 1.5]

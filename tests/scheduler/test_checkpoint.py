@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from model_directories import PLAIN, rewrite_tensors, sentence, write_model
 from safetensors.torch import load_file
 
@@ -61,6 +63,44 @@ def test_tied_embeddings_may_be_stored_under_either_name(tmp_path: Path, stored:
     embedding = opened.tensor("model.embed_tokens.weight")
     assert torch.equal(embedding, opened.tensor("lm_head.weight"))
     assert opened.stored_bytes() == 4 * opened.config.num_parameters
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_head_that_differs_from_the_embeddings_is_not_tied(tmp_path: Path, rows: int) -> None:
+    write_model(tmp_path, tie_word_embeddings=True)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = torch.cat([-embedding, embedding[:rows]])
+
+    rewrite_tensors(tmp_path, change)
+    opened = Checkpoint.open(tmp_path)
+    if rows:  # it could not be the head
+        with pytest.raises(ValueError, match=r"tensor lm_head\.weight in .* has shape"):
+            opened.check()
+        return
+    opened.check()
+    assert not opened.config.tie_word_embeddings
+    head = opened.tensor("lm_head.weight")
+    assert torch.equal(head, -opened.tensor("model.embed_tokens.weight"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(head, theirs.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ({"do_sample": "false"}, 'do_sample="false"'),
+        ({"eos_token_id": list(range(40))}, "eos_token_id holds 40 tokens, at most 32"),
+    ],
+)
+def test_wrong_generation_defaults_are_refused(
+    tmp_path: Path, generation: dict[str, Any], said: str
+) -> None:
+    write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(ValueError, match=rf"generation_config\.json: .*{said}"):
+        Checkpoint.open(tmp_path)
 
 
 def test_tensors_that_a_model_does_not_use_are_tolerated(tmp_path: Path) -> None:

@@ -198,10 +198,26 @@ def test_any_value_under_any_config_key_is_read_or_refused() -> None:
         assert rope_inverse_frequencies(config).shape == (config.head_dim // 2,)
 
 
-@pytest.mark.parametrize("content", [b"", b"[1, 2]", b"{", b"\xff\xfe", b"[" * 100_000, b"null"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[1, 2]", b"{", b'{"a": ' + b"9" * 5000 + b"}", b"\xff\xfe", b"[" * 100_000, b"null"],
+)
 def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     assert "config.json" in sentence(lambda: Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("own", [None, 32])
+def test_the_original_context_of_the_model_comes_before_that_of_its_rope(own: int | None) -> None:
+    rope = {**LLAMA3, "rope_theta": 500000.0}
+    raw = {**PLAIN, "rope_parameters": rope, "original_max_position_embeddings": 16}
+    if own is not None:
+        rope["original_max_position_embeddings"] = own
+    raw.pop("rope_theta", None)
+    raw.pop("torch_dtype", None)
+    theirs = transformers.LlamaConfig(**json.loads(json.dumps(raw)))
+    module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    assert torch.equal(rope_inverse_frequencies(LlamaConfig.from_dict(raw)), module.inv_freq)
 
 
 @pytest.mark.parametrize("head_dim", [2, 20, 64, 128])

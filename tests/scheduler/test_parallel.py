@@ -398,6 +398,22 @@ def test_a_number_of_ranks_that_does_not_divide_the_kv_heads_is_refused(model: P
         LLM(model, machine="cpu", tensor_parallel_size=2, tensor_parallel_exchange="sum")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("size", "ranks"), [(7, 2), (6, 4), (8, 3), (1, 2)])
+def test_an_mlp_too_narrow_to_be_divided_is_refused(size: int, ranks: int) -> None:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=ranks * 32,
+        intermediate_size=size,
+        num_layers=1,
+        num_heads=ranks,
+        num_kv_heads=ranks,
+        head_dim=32,
+    )
+    Parallel(ranks, "all_gather").check(config)
+    with pytest.raises(ValueError, match=f"cannot divide an intermediate size of {size} with"):
+        Parallel(ranks, "all_reduce").check(config)
+
+
 def test_a_trace_has_the_workers_of_all_ranks(model: Path) -> None:
     from megavm.profiler.recorder import Recorder
 
