@@ -78,7 +78,14 @@ def accesses_of(alike: Iterable[Alike], width: int, declare: Declare) -> Ints:
         for row, inst in zip(same.rows, same.representatives, strict=True):
             handles = same.handles[row].tolist()
             before = len(table)
-            for tensor, *rest in declare(int(same.numbers[row]), inst):
+            try:
+                declared = list(declare(int(same.numbers[row]), inst))
+            except LookupError as error:
+                raise ValueError(
+                    f"what {inst.name()} accesses cannot be declared, as with an absent operand that"
+                    f" present() does not leave out: {error}"
+                ) from error
+            for tensor, *rest in declared:
                 if tensor not in handles:
                     raise ValueError(
                         f"{inst.name()} accesses tensor {tensor}, which is none of its operands"

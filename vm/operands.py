@@ -66,7 +66,7 @@ class Field(Generic[T]):
         self.parts = parts
         self.gathered = gathered
         self.index = index
-        self.least = least
+        self.least = _float32(least)
         self.default = NONE if optional else default
         match = _SHAPE.search(doc) if kind is FieldKind.TENSOR else None
         self.shape = match[0] if match else ""
@@ -101,10 +101,7 @@ class Field(Generic[T]):
         if self.kind is FieldKind.REAL:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{owner}.{self.name} is {value!r}: expected a real number")
-            try:
-                rounded = float(struct.unpack("<f", struct.pack("<f", value))[0])
-            except (OverflowError, struct.error):
-                rounded = math.inf
+            rounded = _float32(value)
             if not math.isfinite(rounded):
                 raise ValueError(f"{owner}.{self.name} is {value!r}: not a finite float32")
             if rounded < self.least:
@@ -119,6 +116,14 @@ class Field(Generic[T]):
         if value == NONE and not self.optional:
             raise ValueError(f"{owner}.{self.name} is NONE, but it is not optional")
         return value
+
+
+def _float32(value: float) -> float:
+    """The nearest float32; infinity for what is too large."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except (OverflowError, struct.error):
+        return math.inf
 
 
 def tensor(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,12 @@ Rows = tuple[int, int]
 
 
 class View:
-    """Memory as one instruction of one step sees it: handles instead of names, tags checked.
+    """Memory as one instruction of one step sees it: handles instead of names, accesses checked.
 
     ``step`` is the number of the step within its launch, ``epoch`` the tag of the step. ``ranks`` are the
-    memories of all ranks; the instruction runs on ``rank``.
+    memories of all ranks; the instruction runs on ``rank``. ``reads`` and ``writes``: what it declares. Other
+    accesses raise MachineFault: verifier and scheduler know nothing of them. Of indexed tensors, and of those
+    taken with ``raw``, only the tensor is compared.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class View:
         tensors: tuple[TensorSpec, ...],
         step: int,
         epoch: int,
+        reads: Sequence[Region],
+        writes: Sequence[Region],
     ) -> None:
         self.memory = ranks[rank]
         self.tensors = tensors
@@ -46,21 +50,45 @@ class View:
         self.epoch = epoch
         self.rank = rank
         self._ranks = ranks
+        self._reads, self._writes = reads, writes
+
+    def _require(self, verb: str, declared: Sequence[Region], access: Region) -> None:
+        """Raise MachineFault when an access is not within the declared regions."""
+        (top, bottom), (left, right) = access.rows, access.columns
+        own = [region for region in declared if region.tensor == access.tensor]
+        if any(region.indexed for region in own):
+            return
+        missing = torch.ones(bottom - top, right - left, dtype=torch.bool)
+        for region in own:
+            rows = slice(max(region.rows[0] - top, 0), max(region.rows[1] - top, 0))
+            columns = slice(max(region.columns[0] - left, 0), max(region.columns[1] - left, 0))
+            missing[rows, columns] = False
+        if bool(missing.any()):
+            row, column = torch.nonzero(missing)[0].tolist()
+            raise MachineFault(
+                f"it {verb} rows [{top}, {bottom}) columns [{left}, {right}) of"
+                f" {self.tensors[access.tensor].name}, but does not declare row {top + row} column"
+                f" {left + column}"
+            )
 
     def raw(self, handle: int) -> torch.Tensor:
         """The tensor in its own shape and dtype; writes go to memory (not for tagged tensors)."""
         spec = self.tensors[handle]
         if spec.tagged:
             raise ValueError(f"tensor {spec.name} is tagged: use read and write")
+        if all(region.tensor != handle for region in (*self._reads, *self._writes)):
+            raise MachineFault(f"it uses {spec.name}, but declares no access to it")
         return self.memory.storage(spec.name)
 
     def read(self, handle: int, rows: Rows, columns: Rows | None = None) -> torch.Tensor:
         """Values of a rectangle as float32 [rows, columns].
 
-        Raises MachineFault when a tagged word was not written in this step.
+        Raises MachineFault when a tagged word was not written in this step, or the instruction does not
+        declare to read the rectangle.
         """
         spec = self.tensors[handle]
         begin, end = columns or (0, spec.columns)
+        self._require("reads", self._reads, Region(handle, rows, (begin, end)))
         if not spec.tagged:
             parts, first = [], 0
             for part in self.memory.stored_parts(spec.name):
@@ -84,10 +112,11 @@ class View:
         """Round ``values`` [rows, columns] to the tensor's type and store them, with the step's tag.
 
         Columns of a tensor with shares are those of the rank's share; all ranks get the values, or
-        ``only`` one.
+        ``only`` one. Raises MachineFault when the instruction does not declare to write the rectangle.
         """
         spec = self.tensors[handle]
         begin, end = columns or (0, spec.own_columns)
+        self._require("writes", self._writes, Region(handle, rows, (begin, end)))
         begin, end = (self.share_begin(handle) + c for c in (begin, end))
         for memory in self._written(spec, only):
             self._store(memory, spec, rows, (begin, end), values)
@@ -247,17 +276,18 @@ class ReferenceExecutable:
 
     def execute_one(self, index: int, step: int = 0, rank: int = 0) -> None:
         """Run one instruction of a rank, without its waits, in the step after the last one run."""
-        inst = self.program.instructions[index]
+        inst, tensors = self.program.instructions[index], self.program.tensors
+        reads, writes = list(inst.reads(tensors)), list(inst.writes(tensors))
         tag = self.memory.epoch + step + 1
-        view = View(self.memory.ranks, rank, self.program.tensors, step, tag)
+        view = View(self.memory.ranks, rank, tensors, step, tag, reads, writes)
         try:
             # Dead rows are neither read nor written, but their words are waited for and tagged.
-            for region in inst.reads(self.program.tensors):
-                if self.program.tensors[region.tensor].tagged:
+            for region in reads:
+                if tensors[region.tensor].tagged:
                     view.check_tags(region)
             meaning(inst.name())(inst, view)
-            for region in inst.writes(self.program.tensors):
-                if self.program.tensors[region.tensor].tagged:
+            for region in writes:
+                if tensors[region.tensor].tagged:
                     view.tag(region)
         except (IndexError, MachineFault) as error:
             text = inst.disassemble(self.program.tensors)

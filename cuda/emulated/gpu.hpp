@@ -419,6 +419,11 @@ inline void __syncwarp(uint32_t = ~0u) { emulated::meet("__syncwarp", 0); }
 inline void __syncthreads() {
   using namespace emulated;
   const uint32_t round = worker->barrier_round;
+  // The kernel calls it once, before its warps part.
+  if (round > 0)
+    fail(
+        "__syncthreads waits for all warps of a worker, which do different things: use "
+        "consumer.sync()");
   if (++worker->at_barrier == worker->lanes.size()) {
     worker->at_barrier = 0;
     ++worker->barrier_round;

@@ -9,9 +9,12 @@ from megavm.vm.reference import View
 def execute(inst: AttentionMerge, m: View) -> None:
     rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
     heads, width = m.tensors[inst.out].own_columns // inst.head_dim, inst.head_dim + 2
-    partial = m.read(inst.partial, rows, (0, inst.num_splits * heads * width))
-    partial = partial.view(-1, inst.num_splits, heads, width)
-    partial = partial[:, :, inst.head_begin : inst.head_end]
+    first, last = inst.head_begin * width, inst.head_end * width
+    splits = range(0, inst.num_splits * heads * width, heads * width)
+    parts = [m.read(inst.partial, rows, (begin + first, begin + last)) for begin in splits]
+    partial = torch.stack(parts, 1).view(
+        -1, inst.num_splits, inst.head_end - inst.head_begin, width
+    )
     sums, highest = partial[..., : inst.head_dim], partial[..., -2:-1]
     totals = partial[..., -1:]
     factors = torch.exp(highest - highest.max(dim=1, keepdim=True).values)

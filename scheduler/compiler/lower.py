@@ -13,6 +13,8 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.kinds import RESULT
@@ -22,7 +24,7 @@ from megavm.scheduler.compiler.tiling import Lowering
 from megavm.vm.config import NONE
 from megavm.vm.isa import Instruction
 from megavm.vm.operands import FieldKind
-from megavm.vm.tensors import TensorSpec
+from megavm.vm.tensors import Region, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,12 @@ def lower(
 
 def _instructions(operation: Operation, context: Lowering) -> tuple[Instruction, ...]:
     result = tuple(_lowering(operation)(operation, context))
-    if result:
-        _check_operands(operation, result, context.storage)
-        _check_result(operation, result, context.storage)
+    if not result:
+        raise ValueError(
+            f"{operation.label}: instructions/{operation.kind}/lower.py makes no instruction"
+        )
+    _check_operands(operation, result, context.storage)
+    _check_result(operation, result, context.storage)
     return result
 
 
@@ -82,18 +87,46 @@ def _check_operands(
 def _check_result(
     operation: Operation, instructions: Sequence[Instruction], storage: Storage
 ) -> None:
-    """Raise ValueError when no instruction writes the last columns of the result."""
+    """Raise ValueError when no instruction writes a part of the result's rows and columns."""
     result = operation.outputs.get(RESULT)
     if result is None:
         return
     handle, tensors = storage.handle(result), storage.tensors
-    ends = (r.columns[1] for i in instructions for r in i.writes(tensors) if r.tensor == handle)
-    written = max(ends, default=0)
+    regions = [r for i in instructions for r in i.writes(tensors) if r.tensor == handle]
+    written = max((r.columns[1] for r in regions), default=0)
     if written < result.own_columns:
         raise ValueError(
             f"{operation.label}: {result.name} has {result.own_columns} columns, but"
             f" {operation.kind} writes {written} of them"
         )
+    if any(region.indexed for region in regions):
+        return
+    missing = _first_unwritten(regions, operation.row_range, result.own_columns)
+    if missing is not None:
+        raise ValueError(
+            f"{operation.label}: {operation.kind} does not write row {missing[0]} column"
+            f" {missing[1]} of {result.name}"
+        )
+
+
+def _first_unwritten(
+    regions: Sequence[Region], rows: tuple[int, int], width: int
+) -> tuple[int, int] | None:
+    """Row and column of an element that is in none of the regions, or None."""
+    bounds = np.array([(*region.rows, *region.columns) for region in regions])
+    # An element of the mask stands for all rows and columns between two bounds.
+    tops = np.unique([*rows, *bounds[:, :2].ravel()])
+    lefts = np.unique([0, width, *bounds[:, 2:].ravel()])
+    mask = np.zeros((len(tops), len(lefts)), np.bool_)
+    places = np.searchsorted(tops, bounds[:, :2]), np.searchsorted(lefts, bounds[:, 2:])
+    for (top, bottom), (left, right) in zip(*places, strict=True):
+        mask[top:bottom, left:right] = True
+    top, bottom = np.searchsorted(tops, rows)
+    left, right = np.searchsorted(lefts, (0, width))
+    missing = np.argwhere(~mask[top:bottom, left:right])
+    return (
+        (int(tops[top + missing[0, 0]]), int(lefts[left + missing[0, 1]])) if len(missing) else None
+    )
 
 
 def _lowering(operation: Operation) -> Callable[[Operation, Lowering], Iterator[Instruction]]:

@@ -22,6 +22,7 @@ from megavm.vm.cpu.machine import CpuMachine, levels
 from megavm.vm.cuda.memory import SCRATCH_BYTES
 from megavm.vm.example import Example
 from megavm.vm.isa import Instruction, Wait
+from megavm.vm.machine import MachineFault
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.operands import Field, FieldKind
 from megavm.vm.program import Program
@@ -65,6 +66,32 @@ def test_folder_holds_declaration_meaning_kernel_and_examples(cls: type[Instruct
     assert folder.name == cls.name()
     for name in ("__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py"):
         assert (folder / name).is_file(), f"{folder.name} has no {name}"
+
+
+@every_instruction
+def test_the_reference_refuses_accesses_that_are_not_declared(
+    cls: type[Instruction], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each operand's declared reads, and its writes, are left out in turn; one example must show it."""
+    found: dict[tuple[str, str], bool] = {}
+    for example, access in itertools.product(examples_of(cls), ("reads", "writes")):
+        declared = list(getattr(example.instruction, access)(example.tensors))
+        for handle in {region.tensor for region in declared if not region.indexed}:
+            kept = [region for region in declared if region.tensor != handle]
+            with monkeypatch.context() as patch:
+                patch.setattr(cls, access, lambda self, tensors, kept=kept: iter(kept))
+                memory = example.memory()
+                executable = ReferenceMachine().load(example.program(), memory, verify=False)
+                refused = False
+                try:
+                    executable.execute_one(0)
+                except MachineFault as fault:
+                    refused = "declare" in str(fault)
+            name = next(
+                f.name for f in cls.fields if getattr(example.instruction, f.name) == handle
+            )
+            found[access, name] = found.get((access, name), False) or refused
+    assert all(found.values()), found
 
 
 @every_instruction

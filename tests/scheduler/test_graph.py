@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from compiled_graphs import ALL_OPTIONS, name_of, random_memory
 
+from megavm.instructions.copy import Copy
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph, Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.compiler.tiling import Lowering
 from megavm.vm.machine import Machine
-from megavm.vm.tensors import F32, I32, TensorKind, TensorSpec
+from megavm.vm.tensors import F32, I32, Region, TensorKind, TensorSpec, whole
 
 ROWS, SIZE = 4, 16
 
@@ -129,6 +130,58 @@ def test_a_lowering_that_forgets_an_attribute_is_refused(monkeypatch: pytest.Mon
     compile_graph(graph, CompileOptions(2))  # 0.1 is no float32
     monkeypatch.setattr("megavm.scheduler.compiler.lower._lowering_of", lambda kind: lower)
     with pytest.raises(ValueError, match=r"p: eps is 0\.1.*, but .*rms_norm/lower.py does not"):
+        compile_graph(graph, CompileOptions(2))
+
+
+def test_a_declaration_that_needs_an_absent_operand_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reads(inst: RmsNorm, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        yield whole(tensors, inst.row_count)  # without present()
+
+    monkeypatch.setattr(RmsNorm, "reads", reads)
+    graph = Example()
+    graph.output(graph.do("rms_norm", "x=x gain=b", {"eps": 0.5}), "y")
+    with pytest.raises(ValueError, match="what rms_norm accesses cannot be declared, as with an"):
+        compile_graph(graph, CompileOptions(2))
+
+
+def tile(rows: tuple[int, int], columns: tuple[int, int]) -> dict[str, Any]:
+    (top, bottom), (left, right) = rows, columns
+    return {
+        "x_row": top, "x_column": left, "row_begin": top, "row_end": bottom,
+        "column_begin": left, "column_end": right,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tiles", "sentence"),
+    [
+        ([], "p: instructions/copy/lower.py makes no instruction"),
+        ([((0, ROWS - 1), (0, 4))], f"p: copy does not write row {ROWS - 1} column 0 of out"),
+        ([((1, ROWS), (0, 4)), ((0, 1), (2, 4))], "p: copy does not write row 0 column 0 of out"),
+        (
+            [((0, ROWS), (0, 1)), ((0, ROWS), (2, 4))],
+            "p: copy does not write row 0 column 1 of out",
+        ),
+        ([((0, ROWS), (0, 3))], "p: out has 4 columns, but copy writes 3 of them"),
+    ],
+)
+def test_a_lowering_that_leaves_out_a_part_of_the_result_is_refused(
+    tiles: list[tuple[tuple[int, int], tuple[int, int]]],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lower(operation: Operation, context: Lowering) -> Iterator[Copy]:
+        handles = context.handles(operation, "x", "out")
+        for rows, columns in tiles:
+            yield Copy(**handles, **tile(rows, columns))
+
+    graph = Graph(ROWS)
+    x = graph.tensor("x", (ROWS, 4), F32, TensorKind.INPUT)
+    graph.output(graph.append("copy", "p", {"x": x}, 4, F32, like=x), "out")
+    monkeypatch.setattr("megavm.scheduler.compiler.lower._lowering_of", lambda kind: lower)
+    with pytest.raises(ValueError, match=sentence):
         compile_graph(graph, CompileOptions(2))
 
 

@@ -182,6 +182,15 @@ def test_an_absent_optional_tensor_is_none() -> None:
     assert RmsNorm(**NORM).row_count == NONE
 
 
+@pytest.mark.parametrize("least", [0.7, 1e-6, 0.1, 3.0])
+def test_a_real_may_be_what_it_is_at_least(least: float) -> None:
+    field = real("bound", least=least)
+    field.name = "cap"
+    assert field.check(least, "A") == field.least == pytest.approx(least)
+    with pytest.raises(ValueError, match=re.escape(f"A.cap is {least / 2!r}: expected at least")):
+        field.check(least / 2, "A")
+
+
 def test_reals_are_rounded_to_float32_when_given() -> None:
     assert RmsNorm(**{**NORM, "eps": 0.1}).eps == struct.unpack("<f", struct.pack("<f", 0.1))[0]
 

@@ -43,8 +43,8 @@ void Worker::fault(const char* format, ...) const {
 }
 
 void Worker::arena_exhausted(size_t bytes) const {
-  fault("%zu bytes of working memory are wanted, %zu of %zu are used", bytes, arena_used,
-        arena_limit);
+  fault("it takes %zu bytes of working memory, but declares %zu (working_bytes)",
+        arena_used + bytes, arena_limit);
 }
 
 void Worker::undeclared_word(uint32_t handle, int64_t row, int64_t word) const {

@@ -61,6 +61,16 @@ const char* different_waits() {
       nullptr);
 }
 
+const char* second_barrier() {
+  return run(
+      64,
+      [](const void*) {
+        __syncthreads();
+        if (emulated::lane_number() < 32) __syncthreads();
+      },
+      nullptr);
+}
+
 const char* different_operands() {
   return run(
       128,
