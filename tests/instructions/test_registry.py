@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +432,40 @@ def written_mask(example: Example, spec: TensorSpec, handle: int) -> torch.Tenso
                 mask[:] = True
             mask[region.rows[0] : region.rows[1], region.columns[0] : region.columns[1]] = True
     return mask
+
+
+def poisoned(example: Example) -> Example:
+    """NaN in all elements of what the instruction only reads, but for those that it declares to."""
+    tensors, inst, values = example.tensors, example.instruction, dict(example.values)
+    written = {region.tensor for region in inst.writes(tensors)}
+    declared = list(inst.reads(tensors))
+    for handle, spec in enumerate(tensors):
+        regions = [region for region in declared if region.tensor == handle]
+        unwritten = spec.tagged and spec.name not in values
+        if spec.dtype is I32 or handle in written or unwritten or any(r.indexed for r in regions):
+            continue
+        given = values.get(spec.name, torch.zeros(spec.shape))
+        mask = torch.ones(spec.rows, spec.columns, dtype=torch.bool)
+        for region in regions:
+            mask[slice(*region.rows), slice(*region.columns)] = False
+        changed = given.reshape(spec.rows, -1).float().masked_fill(mask, math.nan)
+        values[spec.name] = changed.reshape(spec.shape)
+    return replace(example, values=values)
+
+
+@every_instruction
+@pytest.mark.parametrize("level", levels())
+def test_the_cpu_uses_nothing_that_is_not_declared_as_read(
+    cls: type[Instruction], level: str
+) -> None:
+    for example in examples_of(cls):
+        left, right = run_cpu(example, level), run_cpu(poisoned(example), level)
+        for handle in {region.tensor for region in example.instruction.writes(example.tensors)}:
+            if handle in example.instruction.workspaces():
+                continue
+            name = example.tensors[handle].name
+            bits = [memory.storage(name).contiguous().view(torch.uint8) for memory in (left, right)]
+            assert torch.equal(*bits), f"{example.name}: {name}"
 
 
 @every_instruction
