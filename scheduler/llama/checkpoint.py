@@ -114,22 +114,16 @@ class Checkpoint:
         """Whether both embeddings and LM head are stored, and differ."""
         import torch
 
-        stored = []
-        for name in (EMBEDDING, LM_HEAD):
-            file = self._file_of(name)
-            if file is None or name not in file.entries:
-                return False
-            stored.append((file, file.entries[name]))
-        (first, one), (second, other) = stored
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+        files = [(self._file_of(name), name) for name in (EMBEDDING, LM_HEAD)]
+        stored = [(file, name) for file, name in files if file is not None and name in file.entries]
+        if len(stored) < len(files):
+            return False
+        entries = [file.entries[name] for file, name in stored]
+        if len({(entry.shape, entry.dtype) for entry in entries}) > 1:
             return True
-        bits = [
-            file.tensor(name).view(torch.uint8)
-            for (file, _), name in zip(stored, (EMBEDDING, LM_HEAD), strict=True)
-        ]
-        equal = torch.equal(*bits)
-        first.release(one.begin, one.end)
-        second.release(other.begin, other.end)
+        equal = torch.equal(*(file.tensor(name).view(torch.uint8) for file, name in stored))
+        for (file, _), entry in zip(stored, entries, strict=True):
+            file.release(entry.begin, entry.end)
         return not equal
 
     def extra_tensors(self) -> Iterator[str]:
@@ -244,10 +238,11 @@ class Checkpoint:
         Skipping a layer, a bias or a norm would change results. Tables of rotations are computed,
         and tied embeddings may be stored under both of their names.
         """
-        modules = {name.removesuffix(".weight") for name in self._expected}
+        # No key announces a bias of the head.
+        modules = {name.removesuffix(".weight") for name in self._expected if name != LM_HEAD}
         for name in self.extra_tensors():
             module, _, kind = name.rpartition(".")
-            if kind == "bias" and module in modules and module != LM_HEAD.removesuffix(".weight"):
+            if kind == "bias" and module in modules:
                 raise ValueError(
                     f"{self.directory} holds tensor {name}, but config.json says attention_bias="
                     f"{self.config.attention_bias} and mlp_bias={self.config.mlp_bias}"

@@ -20,16 +20,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no {path.name} in {path.parent}")
     try:
-        size, content = path.stat().st_size, b""
-        if size <= _MAX_JSON_BYTES:
-            content = path.read_bytes()
+        too_large = path.stat().st_size > _MAX_JSON_BYTES
+        content = b"" if too_large else path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    if size > _MAX_JSON_BYTES:
+    if too_large:
         raise ValueError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB")
     try:
         value = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # of an integer of too many digits, too
+    except (ValueError, RecursionError) as error:  # Python reads integers of up to 4,300 digits
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")

@@ -50,9 +50,8 @@ class Parallel:
                 f"{self.ranks} ranks cannot gather a hidden size of {config.hidden_size}: expected "
                 f"a multiple of {UNIT_ROWS * self.ranks}"
             )
-
         size, width = config.intermediate_size, self.width(config.intermediate_size)
-        if not self.gathers and size < width * self.ranks and size <= width:
+        if self.ranks > 1 and not self.gathers and size <= width:
             raise ValueError(
                 f"{self.ranks} ranks cannot divide an intermediate size of {size} with"
                 f" tensor_parallel_exchange all_reduce: expected a multiple of {self.ranks}, or"

@@ -25,15 +25,25 @@ def default_bytes(target: Target, available: int) -> int:
     return share if target.max_kv_bytes is None else min(target.max_kv_bytes, share)
 
 
+def _weight_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
+    """The weights of a rank in bytes.
+
+    Every rank has the whole table of embeddings, and its share of the rest; a tied table is its
+    share of the LM head, too.
+    """
+    table = config.vocab_size * config.hidden_size
+    divided = config.num_parameters - (0 if config.tie_word_embeddings else table)
+    whole = 0 if ranks == 1 and config.tie_word_embeddings else table
+    return (divided // ranks + whole) * itemsize
+
+
 def cpu_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
     """The memory in bytes that the weights will leave of this computer's.
 
     Raises ValueError when the weights are larger.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Ranks divide all but the table of embeddings; what runs reads copies of them in huge pages.
-    table = config.vocab_size * config.hidden_size
-    weights = (config.num_parameters + (ranks - 1) * table) * itemsize
+    weights = _weight_bytes(config, itemsize, ranks) * ranks
     if weights >= memory:
         raise ValueError(
             f"the weights take {weights / 2**30:.1f} GiB, the computer has {memory / 2**30:.1f} GiB"
@@ -52,12 +62,7 @@ def gpu_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
             raise ValueError(f"machine 'cuda' is not available: {reason}")
     free = min(map(cuda_machine.free_memory, range(ranks)))
     rope = config.max_position_embeddings * config.head_dim * 4
-    # Every rank has the whole table of embeddings, and its share of the rest; a tied table is its
-    # share of the LM head, too.
-    table = config.vocab_size * config.hidden_size
-    divided = config.num_parameters - (0 if config.tie_word_embeddings else table)
-    whole = 0 if ranks == 1 and config.tie_word_embeddings else table
-    weights = (divided // ranks + whole) * itemsize + rope
+    weights = _weight_bytes(config, itemsize, ranks) + rope
     if weights >= free:
         raise ValueError(
             f"the weights take {weights / 2**30:.1f} GiB{' of each GPU' if ranks > 1 else ''}, the "

@@ -114,7 +114,8 @@ class ChatTemplate:
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         if "developer" not in self.source:  # OpenAI's clients call it so
             for message in plain:
-                message["role"] = {"developer": "system"}.get(message["role"], message["role"])
+                if message["role"] == "developer":
+                    message["role"] = "system"
         if not plain:
             raise ValueError("messages must hold at least one message")
         if continue_final_message:
@@ -201,10 +202,11 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         parts = []
         for part in content:
-            text, kind = part, type(part).__name__
             if isinstance(part, Mapping):
-                text, kind = part.get("text"), part.get("type", "text")
-            if kind not in ("text", "str"):
+                kind, text = part.get("type", "text"), part.get("text")
+            else:
+                kind, text = "text" if isinstance(part, str) else type(part).__name__, part
+            if kind != "text":
                 raise ValueError(
                     f"message {index} holds a part of type {kind!r}: only text is read"
                 )

@@ -77,9 +77,8 @@ class StreamDecoder:
             if whole and token_id in self._skipped:
                 return ""
             if whole is not None:
-                if (
-                    whole and self._ids
-                ):  # no longer of use: this token's text did not depend on them
+                if whole and self._ids:
+                    # No longer of use: this token's text did not depend on them.
                     self._ids, self._context, self._context_text = [], 0, ""
                 return whole
         if not self._has_text(token_id):
