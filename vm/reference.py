@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megavm.vm.config import NONE
+from megavm.vm.coverage import first_uncovered
 from megavm.vm.isa import Instruction
 from megavm.vm.machine import Executable, MachineFault, WorkerState, memory_on_cpu, require_ranks
 from megavm.vm.memory import Memory, tagged_values
@@ -58,17 +59,12 @@ class View:
         own = [region for region in declared if region.tensor == access.tensor]
         if any(region.indexed for region in own):
             return
-        missing = torch.ones(bottom - top, right - left, dtype=torch.bool)
-        for region in own:
-            rows = slice(max(region.rows[0] - top, 0), max(region.rows[1] - top, 0))
-            columns = slice(max(region.columns[0] - left, 0), max(region.columns[1] - left, 0))
-            missing[rows, columns] = False
-        if bool(missing.any()):
-            row, column = torch.nonzero(missing)[0].tolist()
+        missing = first_uncovered(own, access.rows, access.columns)
+        if missing is not None:
             raise MachineFault(
                 f"it {verb} rows [{top}, {bottom}) columns [{left}, {right}) of"
-                f" {self.tensors[access.tensor].name}, but does not declare row {top + row} column"
-                f" {left + column}"
+                f" {self.tensors[access.tensor].name}, but does not declare row {missing[0]} column"
+                f" {missing[1]}"
             )
 
     def raw(self, handle: int) -> torch.Tensor:

@@ -13,8 +13,6 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.kinds import RESULT
@@ -22,9 +20,10 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
 from megavm.scheduler.compiler.tiling import Lowering
 from megavm.vm.config import NONE
+from megavm.vm.coverage import first_uncovered
 from megavm.vm.isa import Instruction
 from megavm.vm.operands import FieldKind
-from megavm.vm.tensors import Region, TensorSpec
+from megavm.vm.tensors import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -101,32 +100,12 @@ def _check_result(
         )
     if any(region.indexed for region in regions):
         return
-    missing = _first_unwritten(regions, operation.row_range, result.own_columns)
+    missing = first_uncovered(regions, operation.row_range, (0, result.own_columns))
     if missing is not None:
         raise ValueError(
             f"{operation.label}: {operation.kind} does not write row {missing[0]} column"
             f" {missing[1]} of {result.name}"
         )
-
-
-def _first_unwritten(
-    regions: Sequence[Region], rows: tuple[int, int], width: int
-) -> tuple[int, int] | None:
-    """Row and column of an element that is in none of the regions, or None."""
-    bounds = np.array([(*region.rows, *region.columns) for region in regions])
-    # An element of the mask stands for all rows and columns between two bounds.
-    tops = np.unique([*rows, *bounds[:, :2].ravel()])
-    lefts = np.unique([0, width, *bounds[:, 2:].ravel()])
-    mask = np.zeros((len(tops), len(lefts)), np.bool_)
-    places = np.searchsorted(tops, bounds[:, :2]), np.searchsorted(lefts, bounds[:, 2:])
-    for (top, bottom), (left, right) in zip(*places, strict=True):
-        mask[top:bottom, left:right] = True
-    top, bottom = np.searchsorted(tops, rows)
-    left, right = np.searchsorted(lefts, (0, width))
-    missing = np.argwhere(~mask[top:bottom, left:right])
-    return (
-        (int(tops[top + missing[0, 0]]), int(lefts[left + missing[0, 1]])) if len(missing) else None
-    )
 
 
 def _lowering(operation: Operation) -> Callable[[Operation, Lowering], Iterator[Instruction]]:
