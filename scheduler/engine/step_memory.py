@@ -18,7 +18,7 @@ import torch
 
 from megavm.scheduler.engine.step import Bools, Floats, Ints, Step, signed_word
 from megavm.vm.cuda.copies import Copies, HostCopies, Words
-from megavm.vm.cuda.driver import CudaError
+from megavm.vm.cuda.driver import CudaError, current_stream
 from megavm.vm.machine import Executable, MachineFault
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.tensors import TensorKind, TensorSpec
@@ -165,7 +165,8 @@ class DeviceStepMemory(StepMemory):
         self._devices = [rank.device for rank in memory.ranks]
         self._on_gpu = memory.device.type == "cuda"
         gpus = reversed(dict.fromkeys(self._devices)) if self._on_gpu else ()
-        self._streams = [torch.cuda.default_stream(gpu) for gpu in gpus]
+        # The last one is that of rank 0, by its GPU's number.
+        self._streams = {gpu.index or 0: torch.cuda.default_stream(gpu) for gpu in gpus}
         self._copies = [Copies(d) if self._on_gpu else HostCopies() for d in self._devices]
         self.arrays = {}
         by_word = {name: steps[name] for name in BY_WORD}
@@ -207,10 +208,19 @@ class DeviceStepMemory(StepMemory):
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Make rank 0's GPU current for torch, and on each GPU the default stream."""
+        if self._are_current():
+            return contextlib.nullcontext()
         stack = contextlib.ExitStack()
-        for stream in self._streams:
+        for stream in self._streams.values():
             stack.enter_context(torch.cuda.stream(stream))
         return stack
+
+    def _are_current(self) -> bool:
+        """Whether all that is so already: to make it so takes as long as several launches."""
+        for gpu, stream in self._streams.items():
+            if current_stream(gpu) != stream.cuda_stream:
+                return False
+        return not self._streams or torch.cuda.current_device() == next(reversed(self._streams))
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._on_gpu)

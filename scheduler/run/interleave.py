@@ -66,6 +66,8 @@ def interleave(step: Step, ranges: RowRanges | None) -> Step:
     if ranges is None or ranges.rows >= rows or (ranges.rows == 1 and ranges.abreast >= rows):
         return step
     sequence, position, size = step.row_sequence, step.row_position, ranges.rows
+    if sequence[0] == sequence[-1] and position[-1] - position[0] == rows - 1:
+        return step  # most likely one prompt
     single = np.ones(rows, dtype=np.bool_)
     if not step.distinct:
         goes_on = (sequence[1:] == sequence[:-1]) & (position[1:] == position[:-1] + 1)

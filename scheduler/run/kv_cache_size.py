@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
+from megavm.instructions.attention import Attention
 from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Limits
 from megavm.vm.cuda import machine as cuda_machine
 from megavm.vm.target import Target
-from megavm.vm.tensors import TensorSpec
+from megavm.vm.tensors import DType, TensorKind, TensorSpec
 
 _STEP_BYTES: Final = 256 << 20
 _WHOLE_STEPS: Final = 16
@@ -79,6 +81,34 @@ def check_memory(steps: Iterable[TensorSpec], kv_cache_bytes: int, available_byt
             f"the KV cache takes {kv_cache_bytes / 2**30:.1f} GiB and what the host writes for "
             f"max_num_seqs sequences {step_bytes / 2**30:.1f} GiB, the memory for them has "
             f"{available_bytes / 2**30:.1f} GiB"
+        )
+
+
+def check_block_size(config: LlamaConfig, limits: Limits, dtype: DType, target: Target) -> None:
+    """Raise ValueError when attention to KV blocks of this size needs more than a worker's memory.
+
+    What it needs grows with the rows of a step up to a few dozen.
+    """
+
+    def needed(block_size: int) -> int:
+        shape = (1, config.num_kv_heads, block_size, config.head_dim)
+        tensors = (
+            TensorSpec("q", (1, config.num_heads * config.head_dim), dtype, TensorKind.STATE),
+            TensorSpec("keys", shape, dtype, TensorKind.STATE),
+        )
+        words: dict[str, Any] = dict.fromkeys(("row_sequence", "row_position", "block_table"), 0)
+        words |= dict.fromkeys(("head_begin", "head_end", "split", "num_splits", "chunk"), 0)
+        words |= {"context": 0, "step_rows": 0, "scale": 1.0, "q": 0, "k_cache": 1, "v_cache": 1}
+        words |= {"row_begin": 0, "row_end": limits.max_num_batched_tokens}
+        return Attention(**words).working_bytes(tensors)
+
+    size, room = limits.block_size, target.working_bytes
+    if room and needed(size) > room:
+        fits = next((n for n in range(size - 1, 0, -1) if needed(n) <= room), None)
+        raise ValueError(
+            f"block_size is {size}: to attend to so many keys of {config.head_dim} {dtype.name} at"
+            f" a time takes {needed(size):,} bytes, a worker has {room:,}"
+            + ("" if fits is None else f"; {fits} is the largest that fits")
         )
 
 

@@ -46,6 +46,7 @@ from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.llama.parallel import Exchange, Parallel
 from megavm.scheduler.run.buckets import choose_dtype
 from megavm.scheduler.run.kv_cache_size import (
+    check_block_size,
     check_memory,
     cpu_bytes,
     default_bytes,
@@ -180,7 +181,8 @@ class LLM:
         if max_num_seqs is None:
             max_num_seqs = min(target.max_num_seqs, max_num_batched_tokens)
         check_sequences(max_num_seqs, max_num_batched_tokens)
-        itemsize = choose_dtype(config, dtype).size
+        chosen_dtype = choose_dtype(config, dtype)
+        itemsize = chosen_dtype.size
         free = gpu_bytes if on_gpu else cpu_bytes
         available = free(config, itemsize, tensor_parallel_size)
         self.max_model_len, blocks = kv_cache_size(
@@ -201,6 +203,7 @@ class LLM:
             num_blocks=blocks,
             block_size=block_size,
         )
+        check_block_size(config, limits, chosen_dtype, target)
         check_memory(
             step_tensors(limits, config.vocab_size).values(),
             blocks * config.kv_elements_per_token * block_size * itemsize,
