@@ -457,7 +457,7 @@ def test_a_full_cache_fails_its_own_request_only() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, not 0"),
         ({"block_size": 2.5}, "block_size must be a positive integer, not 2.5"),
         (
-            {"block_size": 1 << 14, "num_blocks": 1},
+            {"machine": "cpu", "block_size": 1 << 14, "num_blocks": 1},
             "block_size is 16384: to attend to so many keys",
         ),
         ({"num_blocks": 8, "kv_cache_bytes": 1 << 20}, "both give the size of the KV cache"),
@@ -477,16 +477,17 @@ def test_a_bad_option_is_refused(options: dict[str, Any], message: str) -> None:
 
 def test_the_largest_block_that_an_error_names_can_be_used() -> None:
     with pytest.raises(ValueError, match=r"a worker has [\d,]+; \d+ is the largest") as caught:
-        LLM("stories", block_size=1 << 14, num_blocks=1)
+        LLM("stories", machine="cpu", block_size=1 << 14, num_blocks=1)
     largest = int(str(caught.value).split("; ")[1].split()[0])
     prompt, params = list(range(5, 305)), SamplingParams(temperature=0.0, max_tokens=8)
     found = []
     for size, blocks in ((largest, 1), (16, 64)):
-        with LLM("stories", block_size=size, num_blocks=blocks, max_model_len=400) as llm:
+        sizes: dict[str, Any] = {"block_size": size, "num_blocks": blocks, "max_model_len": 400}
+        with LLM("stories", machine="cpu", **sizes) as llm:
             found.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
     assert found[0] == found[1]
     with pytest.raises(ValueError, match=f"block_size is {largest + 1}:"):
-        LLM("stories", block_size=largest + 1, num_blocks=1)
+        LLM("stories", machine="cpu", block_size=largest + 1, num_blocks=1)
 
 
 @pytest.mark.parametrize("model", ["", "no/such/model-here", "./nowhere", 5])
@@ -557,7 +558,8 @@ def test_a_closed_llm_holds_no_memory() -> None:
 
 def test_a_dropped_llm_gives_up_its_thread() -> None:
     before = threading.active_count()
-    model = LLM("stories", max_model_len=64, overlap=True)
+    # On a GPU there is none.
+    model = LLM("stories", machine="cpu", max_model_len=64, overlap=True)
     model.generate("A", greedy())
     assert threading.active_count() > before
     thread = model.engine._steps
