@@ -150,16 +150,17 @@ __attribute__((noinline)) inline void give_way() {
   _longjmp(worker->scheduler, 1);
 }
 
-[[noreturn]] inline void fail(const std::string& text) {
+// Note what went wrong on this worker, unless something has before.
+inline void note_failure(const std::string& text) {
   Failure& shared = failure();
-  {
-    const std::lock_guard lock(shared.mutex);
-    if (!shared.failed)
-      shared.text = "worker " + std::to_string(worker->block) + ", warp " +
-                    std::to_string(lane->thread / kLanes) + ", lane " +
-                    std::to_string(lane->thread % kLanes) + ": " + text;
-    shared.failed = true;
-  }
+  const std::lock_guard lock(shared.mutex);
+  if (!shared.failed) shared.text = "worker " + std::to_string(worker->block) + text;
+  shared.failed = true;
+}
+
+[[noreturn]] inline void fail(const std::string& text) {
+  note_failure(", warp " + std::to_string(lane->thread / kLanes) + ", lane " +
+               std::to_string(lane->thread % kLanes) + ": " + text);
   end_lane();
 }
 
@@ -346,11 +347,12 @@ inline void begin_lane() {
   end_lane();
 }
 
-// Run all lanes of a worker to their end. `at_turn` is called with the number of each turn.
-template <class AtTurn>
+// Run all lanes of a worker to their end. `at_turn` is called with the number of each turn,
+// `at_end` at the end: it says what is wrong then, or "".
+template <class AtTurn, class AtEnd>
 void run_worker(uint32_t block, uint32_t blocks, uint32_t threads, unsigned char* shared,
-                uint32_t shared_bytes, uint32_t seed, Body body, const void* launch,
-                AtTurn at_turn) {
+                uint32_t shared_bytes, uint32_t seed, Body body, const void* launch, AtTurn at_turn,
+                AtEnd at_end) {
   Worker own;
   own.block = block;
   own.blocks = blocks;
@@ -401,6 +403,8 @@ void run_worker(uint32_t block, uint32_t blocks, uint32_t threads, unsigned char
     deliver_copies();
     if (!own.progress) std::this_thread::yield();
   }
+  if (!failure().failed)
+    if (const std::string problem = at_end(); !problem.empty()) note_failure(": " + problem);
   worker = nullptr;
 }
 

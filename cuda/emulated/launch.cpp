@@ -6,6 +6,30 @@ namespace megavm {
 thread_local __align__(1024) unsigned char shared_memory[kSharedBytes];
 }
 
+namespace {
+
+// What is wrong with the pages of a worker at the end of its queue, or "". With another instruction
+// behind it, a worker would wait for ever, or take these pages for those of that instruction.
+std::string pages_left() {
+  using namespace megavm;
+  if (control().stopping) return "";
+  for (uint32_t page = 0; page < kPages; ++page) {
+    const emulated::Mbarrier arrived = emulated::mbarrier(page_arrived(page).address());
+    const emulated::Mbarrier finished = emulated::mbarrier(page_finished(page).address());
+    if (arrived.missing_bytes > 0)
+      return "the loader has announced " + std::to_string(arrived.missing_bytes) +
+             " bytes more of page " + std::to_string(page) + " than it has copied";
+    if (finished.missing < finished.count)
+      return "page " + std::to_string(page) + " is finished by some of the consumers' warps only";
+    if (arrived.phase != finished.phase)
+      return "the loader has filled page " + std::to_string(page) +
+             " and the consumers have not finished it, or the other way round";
+  }
+  return "";
+}
+
+}  // namespace
+
 // Run the kernel of each of `ranks` ranks on `workers` workers of its own; in turn `stop_turn` of
 // its lanes, each is told to stop. Returns nothing, or what went wrong; the text is valid until the
 // next launch.
@@ -24,7 +48,7 @@ extern "C" const char* emulated_launch(const megavm::Launch* const* launches, ui
     for (uint32_t i = 0; i < workers; ++i)
       threads.emplace_back([=, launch = launches[rank]] {
         emulated::run_worker(i, workers, megavm::kNumThreads, megavm::shared_memory,
-                             megavm::kSharedBytes, seed, body, launch, at_turn);
+                             megavm::kSharedBytes, seed, body, launch, at_turn, pages_left);
       });
   for (std::thread& thread : threads) thread.join();
   return emulated::failure().failed ? emulated::failure().text.c_str() : nullptr;

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_reference import check_example, examples_of
+from against_reference import check_behind_copies, check_example, examples_of
 
 from megavm.instructions import instruction_set
 from megavm.instructions.copy import Copy
@@ -34,16 +34,19 @@ def test_without_a_gpu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         CudaMachine()
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "launched"])
+@pytest.mark.parametrize("way", ["alone", "launched", "behind copies"])
 @pytest.mark.parametrize(
     "example",
     [example for cls in INSTRUCTIONS for example in examples_of(cls)],
     ids=lambda example: f"{type(example.instruction).name()}-{example.name}",
 )
 def test_instructions_mean_what_the_reference_says(
-    cuda_machine: CudaMachine, example: Example, alone: bool
+    cuda_machine: CudaMachine, example: Example, way: str
 ) -> None:
-    check_example(cuda_machine, example, alone)
+    if way == "behind copies":
+        check_behind_copies(cuda_machine, example)
+    else:
+        check_example(cuda_machine, example, way == "alone")
 
 
 def tagged_examples() -> Iterator[Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from against_reference import check_example, check_missing_mask, examples_of
+from against_reference import (
+    check_behind_copies,
+    check_example,
+    check_missing_mask,
+    examples_of,
+)
 from faults_of_lanes import CASES, Case, check_fault_of_lanes
 
 from megavm.instructions import instruction_set
@@ -23,11 +29,12 @@ from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
 from megavm.instructions.gate_up import GateUp
+from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.compiler import ROOT
 from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
 from megavm.vm.example import Example
-from megavm.vm.machine import Machine
+from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
@@ -172,7 +179,41 @@ def emulated() -> EmulatedMachine:
 def test_instructions_mean_what_the_reference_says(
     emulated: EmulatedMachine, example: Example
 ) -> None:
-    check_example(emulated, example, alone=False)
+    check_behind_copies(emulated, example)
+
+
+def changed_sources(folder: Path, file: str, text: str, other: str) -> Path:
+    """The sources of the kernels, with ``text`` of a file changed."""
+    for name in ("cuda", "instructions"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.py*", "__*"))
+    source = (folder / file).read_text()
+    assert source.count(text) == 1
+    (folder / file).write_text(source.replace(text, other))
+    return folder
+
+
+def test_a_kernel_that_reads_before_its_inputs_are_ready_is_found(tmp_path: Path) -> None:
+    file = "instructions/rms_norm/cuda.cuh"
+    root = changed_sources(tmp_path, file, "    consumer.wait_ready();\n", "")
+    example = next(e for e in examples_of(RmsNorm) if not any(t.tagged for t in e.tensors))
+    check_example(EmulatedMachine(root=root), example, alone=False)
+
+    def run_often() -> None:
+        for seed in range(10):
+            check_behind_copies(EmulatedMachine(root=root, seed=seed), example)
+
+    with pytest.raises(AssertionError, match="elements of out differ"):
+        run_often()
+
+
+def test_a_page_that_nobody_finishes_is_found(tmp_path: Path) -> None:
+    file = "instructions/attention/fast.cuh"
+    root = changed_sources(tmp_path, file, "        consumer.finish_pages(count);\n", "")
+    fast = [e for e in examples_of(Attention) if e.name.startswith("fast")]
+    # Of few pages: with more than there are, the loader waits for one, and says so after a minute.
+    example = min(fast, key=lambda e: e.instruction.bytes(e.tensors))
+    with pytest.raises(MachineFault, match=r"has filled page \d+ and the consumers have not"):
+        check_example(EmulatedMachine(root=root), example, alone=False)
 
 
 @pytest.mark.parametrize("kind", [EmulatedMachine, CpuMachine, ReferenceMachine])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +14,16 @@ import torch
 
 from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
+from megavm.instructions.copy import Copy
 from megavm.vm.config import NONE
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.example import Example
-from megavm.vm.isa import Instruction
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
+from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
-from megavm.vm.tensors import BF16, DType
+from megavm.vm.tensors import BF16, DType, TensorKind, TensorSpec
 
 RELATIVE = {DType.F32: 2e-5, DType.BF16: 2**-7, DType.I32: 0.0}
 ABSOLUTE = {DType.F32: 2e-5, DType.BF16: 2e-3, DType.I32: 0.0}
@@ -82,6 +86,51 @@ def check_missing_mask(machine: Machine) -> None:
     executable = machine.load(example.program(), memory, verify=False)
     with pytest.raises(MachineFault, match=r"has not written mask 7\b.*last one is 6"):
         executable.run()
+
+
+def behind_copies(example: Example) -> tuple[Program, list[Example]]:
+    """A program in which another worker copies the example's inputs to where they are read.
+
+    Those that other instructions may produce, which hold NaN before. The instruction waits for a
+    barrier, or for the tags of words. Returns the examples of the memory with and without inputs.
+    """
+    inst, tensors, values = example.instruction, list(example.tensors), dict(example.values)
+    written = {region.tensor for region in inst.writes(tensors)}
+    copies: list[Instruction] = []
+    for handle in dict.fromkeys(region.tensor for region in inst.reads(tensors)):
+        spec = tensors[handle]
+        if spec.kind is not TensorKind.ACTIVATION or handle in written or spec.name not in values:
+            continue
+        source = TensorSpec(f"{spec.name}.copied", spec.shape, spec.dtype, TensorKind.INPUT)
+        everything: dict[str, Any] = {"row_begin": 0, "row_end": spec.rows}
+        everything |= {"column_begin": 0, "column_end": spec.columns, "x_row": 0, "x_column": 0}
+        copy = Copy(x=len(tensors), out=handle, signal=0, **everything)
+        if len(spec.shape) != 2 or any(copy.check([*tensors, source])):
+            continue
+        tensors.append(source)
+        copies.append(copy)
+        values[source.name] = values[spec.name]
+        if spec.tagged:
+            del values[spec.name]
+        else:
+            values[spec.name] = torch.full(spec.shape, torch.nan)
+    waits = [Wait(0, len(copies))] if copies else []
+    operands = {field.name: getattr(inst, field.name) for field in inst.fields}
+    waiting = type(inst)(waits=waits, **operands)
+    queues = [[0], list(range(1, 1 + len(copies)))]
+    barriers = ("copied",) if copies else ()
+    program = Program.build(tensors, [waiting, *copies], queues, barriers=barriers)
+    return program, [example, replace(example, tensors=tensors, values=values)]
+
+
+def check_behind_copies(machine: CudaMachine, example: Example) -> None:
+    """Run an example whose inputs another worker stores meanwhile; see ``check_example``."""
+    program, examples = behind_copies(example)
+    memories = examples[0].memory(5), examples[1].memory(5, machine.memory_device)
+    ReferenceMachine().load(example.program(), memories[0], verify=False).execute_one(0)
+    machine.load(program, memories[1], verify=False).run()
+    found = list(differences(example, *memories))
+    assert not found, "\n".join(found)
 
 
 def check_example(machine: CudaMachine, example: Example, alone: bool) -> None:

@@ -14,8 +14,9 @@ thread_local unsigned char shared_memory[kShared] __attribute__((aligned(1024)))
 const char* run(uint32_t threads, emulated::Body body, const void* arguments) {
   emulated::failure().failed = false;
   std::thread([=] {
-    emulated::run_worker(0, 1, threads, shared_memory, kShared, 1, body, arguments,
-                         [](uint32_t) {});
+    emulated::run_worker(
+        0, 1, threads, shared_memory, kShared, 1, body, arguments, [](uint32_t) {},
+        [] { return std::string(); });
   }).join();
   return emulated::failure().failed ? emulated::failure().text.c_str() : "";
 }
