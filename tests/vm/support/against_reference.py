@@ -91,8 +91,9 @@ def check_missing_mask(machine: Machine) -> None:
 def behind_copies(example: Example) -> tuple[Program, list[Example]]:
     """A program in which another worker copies the example's inputs to where they are read.
 
-    Those that other instructions may produce, which hold NaN before. The instruction waits for a
-    barrier, or for the tags of words. Returns the examples of the memory with and without inputs.
+    Those that other instructions may produce. The instruction waits for a barrier, which copies to
+    tagged tensors do not signal: their words must be waited for. Others hold NaN before. Returns
+    the example with its inputs, and with these in the copies' sources alone.
     """
     inst, tensors, values = example.instruction, list(example.tensors), dict(example.values)
     written = {region.tensor for region in inst.writes(tensors)}
@@ -104,7 +105,8 @@ def behind_copies(example: Example) -> tuple[Program, list[Example]]:
         source = TensorSpec(f"{spec.name}.copied", spec.shape, spec.dtype, TensorKind.INPUT)
         everything: dict[str, Any] = {"row_begin": 0, "row_end": spec.rows}
         everything |= {"column_begin": 0, "column_end": spec.columns, "x_row": 0, "x_column": 0}
-        copy = Copy(x=len(tensors), out=handle, signal=0, **everything)
+        signal = None if spec.tagged else 0
+        copy = Copy(x=len(tensors), out=handle, signal=signal, **everything)
         if len(spec.shape) != 2 or any(copy.check([*tensors, source])):
             continue
         tensors.append(source)
@@ -114,11 +116,12 @@ def behind_copies(example: Example) -> tuple[Program, list[Example]]:
             del values[spec.name]
         else:
             values[spec.name] = torch.full(spec.shape, torch.nan)
-    waits = [Wait(0, len(copies))] if copies else []
+    signals = sum(copy.signal is not None for copy in copies)
+    waits = [Wait(0, signals)] if signals else []
     operands = {field.name: getattr(inst, field.name) for field in inst.fields}
     waiting = type(inst)(waits=waits, **operands)
     queues = [[0], list(range(1, 1 + len(copies)))]
-    barriers = ("copied",) if copies else ()
+    barriers = ("copied",) if signals else ()
     program = Program.build(tensors, [waiting, *copies], queues, barriers=barriers)
     return program, [example, replace(example, tensors=tensors, values=values)]
 
