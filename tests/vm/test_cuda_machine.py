@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_reference import check_behind_copies, check_example, examples_of
+from against_reference import check_behind_copies, check_example, examples_of, name_of
 
 from megavm.instructions import instruction_set
 from megavm.instructions.copy import Copy
@@ -38,7 +38,7 @@ def test_without_a_gpu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "example",
     [example for cls in INSTRUCTIONS for example in examples_of(cls)],
-    ids=lambda example: f"{type(example.instruction).name()}-{example.name}",
+    ids=name_of,
 )
 def test_instructions_mean_what_the_reference_says(
     cuda_machine: CudaMachine, example: Example, way: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ from against_reference import (
     check_behind_copies,
     check_example,
     check_missing_mask,
+    emulated_examples,
     examples_of,
+    name_of,
 )
 from faults_of_lanes import CASES, Case, check_fault_of_lanes
 
-from megavm.instructions import instruction_set
 from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
@@ -43,42 +43,6 @@ from megavm.vm.tensors import BF16, F32
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
 
 LIBRARY = Path(__file__).parent / "support" / "emulation.cpp"
-# Examples whose kernels differ most; --emulate-gpu takes all.
-WANTED = {
-    *(
-        "matrix",
-        "matrix, tails",
-        "matrix, odd ends",
-        "matrix, deep",
-        "matrix, scaled",
-        "matrix, parts added",
-    ),
-    *("matrix, few columns in turn", "matrix, newest", "scaled, units", "fours"),
-    *("gathered", "gathered eights", "gathered, no live row"),
-    *("sixteen rows", "sixteen rows, long", "sixteen rows, scaled", "sixteen rows, peaks"),
-    *("sixteen rows, parts added", "sixteen rows, gathered"),
-    *("quads", "quads, bf16 result", "quads, shared block", "quads, shared rows"),
-    *("quads, few shared rows", "quads, peaks", "quads, equal peaks", "quads, float32 result"),
-    *("quads, four tiles of rows", "quads, long rows"),
-    *("fast, prompts", "fast, prompts, long heads", "fast, prompts, last of two splits"),
-    *("fast, long prompts", "fast, rows apart, newest", "fast, rows apart, long heads"),
-    *("fast, long prompts, first of two", "fast, long prompts, last of two"),
-    *("fast, long prompts, ends of turns", "fast, long prompts, turned round"),
-    *("fast, uneven rows, newest", "fast, few uneven rows, tagged"),
-    *("fast, uneven rows, small blocks", "fast, a prompt, then a row"),
-    *("fast, rows apart, tagged", "fast, newest, tagged", "fast, few rows apart, newest"),
-    *(
-        "peaks, long rows in turn, bf16",
-        "sixteen rows, long and tagged",
-        "sixteen rows, long and scaled",
-        "eight rows, long",
-        "eight rows, long and scaled",
-        "eight rows, long and tagged",
-    ),
-    *("sums of 64", "sums of 64, units", "sums of 64, long rows", "sums of 64, in turn"),
-    *("no logits", "no logits, one tagged row", "no logits, tagged dead row"),
-    *("sums of 64, bf16", "sums of 64, wide", "scaled, wide"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -162,20 +126,12 @@ def test_matrix_instructions_multiply(library: Any, name: str, rows: int, column
     assert np.array_equal(d, a @ b.T)
 
 
-def some_examples() -> Iterator[Any]:
-    """The first example of every instruction, and those of ``WANTED``."""
-    for cls in instruction_set().values():
-        for i, example in enumerate(examples_of(cls)):
-            if i == 0 or example.name in WANTED:
-                yield pytest.param(example, id=f"{cls.name()}-{example.name}")
-
-
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedMachine:
     return EmulatedMachine(seed=3)
 
 
-@pytest.mark.parametrize("example", list(some_examples()))
+@pytest.mark.parametrize("example", list(emulated_examples()), ids=name_of)
 def test_instructions_mean_what_the_reference_says(
     emulated: EmulatedMachine, example: Example
 ) -> None:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from against_reference import examples_of
+from against_reference import behind_copies, emulated_examples, examples_of, name_of
 
 from megavm.instructions import instruction_set
 from megavm.scheduler.llama.config import LlamaConfig
@@ -25,19 +25,29 @@ pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++
 SIZES = {"kMaxK", "kMaxScratch", "kPages", "kPanelBytes", "kPartialFloats", "kScratchBytes"}
 
 
+def values_of(header: str) -> set[tuple[str, str]]:
+    """The constants of a header that choose code, and their values."""
+    values = re.findall(r"constexpr [\w ]+ (k\w+) = (.*);", header)
+    return {(name, value) for name, value in values if name not in SIZES}
+
+
 @functools.cache
 def kernels() -> dict[str, str]:
-    """Headers of kernels of single examples, which together have every value of every constant."""
+    """Headers of kernels of single examples, which together have every value of every constant.
+
+    But for values of kernels that test_emulated_gpu.py runs.
+    """
     constants: dict[str, set[tuple[str, str]]] = {}
     names = {}
     for cls in instruction_set().values():
         for example in examples_of(cls):
             header = program_header(example.program())
-            values = re.findall(r"constexpr [\w ]+ (k\w+) = (.*);", header)
-            constants[header] = {(name, value) for name, value in values if name not in SIZES}
-            names[header] = f"{cls.name()}-{example.name}"
+            constants[header] = values_of(header)
+            names[header] = name_of(example)
     chosen = {}
     left = set[tuple[str, str]]().union(*constants.values())
+    for example in emulated_examples():
+        left -= values_of(program_header(behind_copies(example)[0]))
     while left:
         header = max(constants, key=lambda header: len(constants[header] & left))
         chosen[names[header]] = header

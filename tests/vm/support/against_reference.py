@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megavm.instructions import instruction_set
 from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
@@ -37,6 +38,56 @@ def examples_of(cls: type[Instruction]) -> list[Example]:
 def _examples(folder: str, seed: int) -> list[Example]:
     module = importlib.import_module(f"{folder}.examples")
     return list(module.examples(np.random.default_rng(seed)))
+
+
+# Examples whose kernels differ most; --emulate-gpu takes all.
+WANTED = {
+    *(
+        "matrix",
+        "matrix, tails",
+        "matrix, odd ends",
+        "matrix, deep",
+        "matrix, scaled",
+        "matrix, parts added",
+    ),
+    *("matrix, few columns in turn", "matrix, newest", "scaled, units", "fours"),
+    *("gathered", "gathered eights", "gathered, no live row"),
+    *("sixteen rows", "sixteen rows, long", "sixteen rows, scaled", "sixteen rows, peaks"),
+    *("sixteen rows, parts added", "sixteen rows, gathered"),
+    *("quads", "quads, bf16 result", "quads, shared block", "quads, shared rows"),
+    *("quads, few shared rows", "quads, peaks", "quads, equal peaks", "quads, float32 result"),
+    *("quads, four tiles of rows", "quads, long rows"),
+    *("fast, prompts", "fast, prompts, long heads", "fast, prompts, last of two splits"),
+    *("fast, long prompts", "fast, rows apart, newest", "fast, rows apart, long heads"),
+    *("fast, long prompts, first of two", "fast, long prompts, last of two"),
+    *("fast, long prompts, ends of turns", "fast, long prompts, turned round"),
+    *("fast, uneven rows, newest", "fast, few uneven rows, tagged"),
+    *("fast, uneven rows, small blocks", "fast, a prompt, then a row"),
+    *("fast, rows apart, tagged", "fast, newest, tagged", "fast, few rows apart, newest"),
+    *(
+        "peaks, long rows in turn, bf16",
+        "sixteen rows, long and tagged",
+        "sixteen rows, long and scaled",
+        "eight rows, long",
+        "eight rows, long and scaled",
+        "eight rows, long and tagged",
+    ),
+    *("sums of 64", "sums of 64, units", "sums of 64, long rows", "sums of 64, in turn"),
+    *("no logits", "no logits, one tagged row", "no logits, tagged dead row"),
+    *("sums of 64, bf16", "sums of 64, wide", "scaled, wide"),
+}
+
+
+def emulated_examples() -> Iterator[Example]:
+    """The first example of every instruction, and those of ``WANTED``."""
+    for cls in instruction_set().values():
+        for i, example in enumerate(examples_of(cls)):
+            if i == 0 or example.name in WANTED:
+                yield example
+
+
+def name_of(example: Example) -> str:
+    return f"{type(example.instruction).name()}-{example.name}"
 
 
 def rounding(example: Example) -> float:
