@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from against_reference import (
     examples_of,
     name_of,
 )
+from changed_sources import changed_sources
 from faults_of_lanes import CASES, Case, check_fault_of_lanes
 
 from megavm.instructions.adjust_logits import AdjustLogits
@@ -136,16 +136,6 @@ def test_instructions_mean_what_the_reference_says(
     emulated: EmulatedMachine, example: Example
 ) -> None:
     check_behind_copies(emulated, example)
-
-
-def changed_sources(folder: Path, file: str, text: str, other: str) -> Path:
-    """The sources of the kernels, with ``text`` of a file changed."""
-    for name in ("cuda", "instructions"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.py*", "__*"))
-    source = (folder / file).read_text()
-    assert source.count(text) == 1
-    (folder / file).write_text(source.replace(text, other))
-    return folder
 
 
 def test_a_kernel_that_reads_before_its_inputs_are_ready_is_found(tmp_path: Path) -> None:

@@ -6,16 +6,14 @@ unless the program's proof rests on the order of its queues.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from changed_sources import changed_sources
 
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.vm.cuda.compiler import ROOT
 from megavm.vm.cuda.executable import CudaExecutable
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import Instruction, Wait
@@ -122,13 +120,8 @@ def holding_machine(
     make_cuda_machine: Callable[..., CudaMachine], tmp_path_factory: pytest.TempPathFactory
 ) -> CudaMachine:
     """A GPU whose kernels hold their stores back."""
-    root = tmp_path_factory.mktemp("sources")
-    for folder in ("cuda", "instructions"):
-        shutil.copytree(Path(ROOT) / folder, root / folder)
-    config = root / "cuda" / "config.cuh"
-    text = config.read_text()
-    assert "kHoldStores = 0;" in text
-    config.write_text(text.replace("kHoldStores = 0;", "kHoldStores = 20000;"))
+    folder, held = tmp_path_factory.mktemp("sources"), "kHoldStores = 20000;"
+    root = changed_sources(folder, "cuda/config.cuh", "kHoldStores = 0;", held)
     return make_cuda_machine(root=root)
 
 

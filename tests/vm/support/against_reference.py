@@ -139,12 +139,12 @@ def check_missing_mask(machine: Machine) -> None:
         executable.run()
 
 
-def behind_copies(example: Example) -> tuple[Program, list[Example]]:
+def behind_copies(example: Example) -> tuple[Program, Example]:
     """A program in which another worker copies the example's inputs to where they are read.
 
     Those that other instructions may produce. The instruction waits for a barrier, which copies to
-    tagged tensors do not signal: their words must be waited for. Others hold NaN before. Returns
-    the example with its inputs, and with these in the copies' sources alone.
+    tagged tensors do not signal: their words must be waited for. Others hold NaN before. The second
+    result has the tensors and values of the program's memory.
     """
     inst, tensors, values = example.instruction, list(example.tensors), dict(example.values)
     written = {region.tensor for region in inst.writes(tensors)}
@@ -174,27 +174,30 @@ def behind_copies(example: Example) -> tuple[Program, list[Example]]:
     queues = [[0], list(range(1, 1 + len(copies)))]
     barriers = ("copied",) if signals else ()
     program = Program.build(tensors, [waiting, *copies], queues, barriers=barriers)
-    return program, [example, replace(example, tensors=tensors, values=values)]
+    return program, replace(example, tensors=tensors, values=values)
 
 
 def check_behind_copies(machine: CudaMachine, example: Example) -> None:
     """Run an example whose inputs another worker stores meanwhile; see ``check_example``."""
-    program, examples = behind_copies(example)
-    memories = examples[0].memory(5), examples[1].memory(5, machine.memory_device)
-    ReferenceMachine().load(example.program(), memories[0], verify=False).execute_one(0)
-    machine.load(program, memories[1], verify=False).run()
-    found = list(differences(example, *memories))
-    assert not found, "\n".join(found)
+    program, given = behind_copies(example)
+    _check(machine, example, program, given.memory(5, machine.memory_device))
 
 
 def check_example(machine: CudaMachine, example: Example, alone: bool) -> None:
     """Run an example, by itself or in a launch, and compare all that memory then holds."""
-    memories = example.memory(5), example.memory(5, machine.memory_device)
-    ReferenceMachine().load(example.program(), memories[0], verify=False).execute_one(0)
-    executable = machine.load(example.program(), memories[1], verify=False)
+    memory = example.memory(5, machine.memory_device)
+    _check(machine, example, example.program(), memory, alone)
+
+
+def _check(
+    machine: CudaMachine, example: Example, program: Program, memory: Memory, alone: bool = False
+) -> None:
+    expected = example.memory(5)
+    ReferenceMachine().load(example.program(), expected, verify=False).execute_one(0)
+    executable = machine.load(program, memory, verify=False)
     if alone:
         executable.execute_one(0)
     else:
         executable.run()
-    found = list(differences(example, *memories))
+    found = list(differences(example, expected, memory))
     assert not found, "\n".join(found)
