@@ -50,6 +50,12 @@ class Queue {
     return {{low.x, low.y}, low.z, low.w, high.x, high.y, high.z, high.w};
   }
 
+  // Whether the worker has no other instruction of the step after this one. Those of a common queue
+  // count one by one.
+  __device__ __forceinline__ bool ends_step() const {
+    return launch_.dynamic || position + 1 == size_;
+  }
+
   // Rows of the trace are ordered by worker, then step, then position.
   __device__ __forceinline__ uint32_t trace_row() const {
     return begin_ * launch_.steps + step * size_ + position;
@@ -74,6 +80,15 @@ __device__ __forceinline__ const Tensor* table_of(const Launch& launch, uint32_t
   if constexpr (program::kRanks > 1)
     if (opcode < kNumOpcodes && kGatheredMask[opcode] >> lane_index() & 1) return launch.written;
   return launch.tensors;
+}
+
+// The copy of a tagged tensor that an instruction of a step uses as operand `word` (words.cuh). Of
+// words that the storer publishes, it is the one that the step makes empty.
+__device__ __forceinline__ uint32_t copy_of(const Launch& launch, uint32_t step,
+                                            const Exchange& exchange, uint32_t word) {
+  const uint32_t copy = (launch.first_copy + launch.first_step + step) % kCopies;
+  if (program::kAnyByMachine && exchange.by_machine >> word & 1) return copy ^ kCopies / 2;
+  return copy;
 }
 
 // The first row of an instruction whose words the storer handles; kNone, the usual case, if it
@@ -118,6 +133,8 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       names_tensor = lane < kOperandWords && (mask >> lane & 1) && handle != kNone;
       if (names_tensor)
         entry = ptx::load_constant4(reinterpret_cast<uint64_t>(table_of(launch, opcode) + handle));
+      if (entry.y >> (kTaggedShift - 32) & 1)
+        entry.y ^= copy_of(launch, queue.step, exchange, lane) << (kCopyShift - 32);
       tagged_row = first_tagged_row(exchange, live);
     }
     // Wait for a free stage.
@@ -127,7 +144,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       set_current(queue.position, queue.step);
       stage.position = queue.position;
       stage.step = launch.first_step + queue.step;
-      stage.tag = launch.epoch + launch.first_step + queue.step + 1;
+      stage.ends_step = queue.ends_step();
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
@@ -159,10 +176,11 @@ __device__ __forceinline__ uint32_t hinted_at(uint32_t writers) {
   return writers - writers / kHintSlack;
 }
 
-// The waiter. Lane 0 waits for the barriers in the headers, instruction by instruction. If an
-// instruction reads rows of earlier steps, it first waits for the signals of these, which suffice
-// for such reads. Lane 1 waits for hints, so that a late hint does not delay the barriers of later
-// instructions.
+// The waiter. Lane 0 waits for the barriers in the headers, instruction by instruction. Before a
+// step's first one, both lanes wait until all workers have ended the last step but one (words.cuh).
+// If an instruction reads rows of earlier steps, it first waits for the signals of these, which
+// suffice for such reads. Lane 1 waits for hints, so that a late hint does not delay the barriers
+// of later instructions.
 __device__ __forceinline__ void run_waiter(const Launch& launch) {
   if (lane_index() > 1) return;
   const bool hints = lane_index() == 1;
@@ -171,12 +189,15 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
   bool is_first = true;
   Awaited awaited;
   bool waiting = false;
-  bool is_new = true;      // whether the instruction was not looked at yet
-  bool earlier = false;    // whether only signals of earlier steps are waited for
-  uint32_t next_wait = 0;  // index of the next wait in the header
+  bool begins_step = false;  // whether the end of an earlier step is waited for
+  bool is_new = true;        // whether the instruction was not looked at yet
+  bool earlier = false;      // whether only signals of earlier steps are waited for
+  uint32_t next_wait = 0;    // index of the next wait in the header
   while (true) {
     if (waiting) {
-      waiting = hints ? !awaited.is_likely() : !awaited.is_over();
+      waiting = !hints        ? !awaited.is_over()
+                : begins_step ? !awaited.is_over_quietly()
+                              : !awaited.is_likely();
       if (waiting) {
         // A stop is not reported here: the consumers report the word that is missing.
         if (hints && __builtin_expect(is_stopping(), 0)) return;
@@ -190,9 +211,17 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       if (stage.trace_row == kNone) return;
       if (!hints) set_current(stage.position, stage.step - launch.first_step);
       is_new = false;
+      begins_step = false;
+      if (launch.step_barriers != kNone && !launch.alone &&
+          (stage.position == 0 || launch.dynamic)) {
+        awaited = Awaited::end_before(launch, stage.step - launch.first_step);
+        begins_step = waiting = true;
+      }
       earlier = kCopiesAhead && !hints && reads_earlier_rows(stage);
       next_wait = 0;
+      if (waiting) continue;
     }
+    begins_step = false;
     // Find the next barrier or hint to wait for; an instruction that is run alone has none.
     const uint32_t step = stage.step - launch.first_step;
     const uint32_t end = launch.alone ? 0 : hints ? 1 : kMaxWaits;
@@ -229,7 +258,7 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
     // Nobody waits for this one, whose phases are those of the stage.
     if (kCopiesAhead && !hints && !reads_earlier_rows(stage)) cursor.earlier().arrive();
     // The second arrival, in place of the storer, which looks for no words of this instruction.
-    if (program::kAnyByMachine && !hints && !is_by_machine(stage)) cursor.ready().arrive();
+    if (program::kAnyByMachine && !hints && !awaits_words(stage)) cursor.ready().arrive();
     cursor.released().arrive();
     before = cursor;
     is_first = false;

@@ -11,7 +11,7 @@ struct Stage {
   Tensor tensors[kOperandWords];  // by operand word; unset for words that name no tensor
   uint32_t position;              // see FaultRecord
   uint32_t step;                  // number of the step within its launch
-  uint32_t tag;                   // the tag of this step
+  uint32_t ends_step;             // 1: the worker's last instruction of the step
   Exchange exchange;
   uint32_t trace_row;   // see trace.cuh; kNone: no instruction, the queue has ended
   uint32_t tagged_row;  // the first row whose words the storer handles; kNone: it handles none
@@ -20,7 +20,14 @@ static_assert(sizeof(Stage) == kStageBytes);
 
 // Whether the storer handles all tagged words of an instruction, see tagged_rows.cuh.
 __device__ __forceinline__ bool is_by_machine(const Stage& stage) {
-  return program::kAnyByMachine && stage.exchange.tag_mask != 0;
+  return program::kAnyByMachine && (stage.exchange.by_machine & kByMachine) != 0;
+}
+
+// Whether the storer waits for tagged words that the instruction reads before it begins.
+__device__ __forceinline__ bool awaits_words(const Stage& stage) {
+  if (is_by_machine(stage)) return true;
+  return program::kAnyByMachine && (stage.exchange.by_machine & kAwaitsDead) != 0 &&
+         stage.tagged_row != kNone;
 }
 
 // Whether the instruction's indexed reads are of rows that earlier steps wrote, and of no others
@@ -89,12 +96,6 @@ struct Operands {
                                  reinterpret_cast<const char*>(&inst)) /
                4 -
            kHeaderWords;
-  }
-  // The tag of words that the kernel reads, and of words that it stores. Where the storer publishes
-  // the words, the kernel stores them with the tag of a far step, for which no reader waits.
-  __device__ __forceinline__ uint32_t tag() const { return stage.tag; }
-  __device__ __forceinline__ uint32_t out_tag() const {
-    return program::kAnyByMachine ? stage.tag ^ stage.exchange.tag_mask : stage.tag;
   }
   __device__ __forceinline__ uint32_t step() const { return stage.step; }
 };

@@ -1,8 +1,9 @@
 // The storer warp finishes products of one row, computes the scales of rows of matrix products, and
 // publishes results: when all results of an instruction are stored, it signals the instruction's
-// hint and barrier. So no consumer waits for a fence.
+// hint and barrier, and at the end of a step that of the step. So no consumer waits for a fence.
 #pragma once
 
+#include "cuda/barrier.cuh"
 #include "cuda/trace.cuh"
 
 namespace megavm {
@@ -22,11 +23,21 @@ class Storer {
     if constexpr (program::kInOrder) fence();
     if (stage.exchange.hint.signal != kNone)
       ptx::add_relaxed(launch_.barriers + stage.exchange.hint.signal * kBarrierStride, 1);
-    const uint32_t barrier = stage.words.header.signal;
-    if (barrier == kNone || launch_.alone) return;
+    if (launch_.alone) return;
+    signal(stage.words.header.signal);
+    if (stage.ends_step && launch_.step_barriers != kNone)
+      signal(step_barrier(launch_, stage.step - launch_.first_step));
+  }
+
+  StageCursor stage;
+  SumsCursor sums;  // the next block of sums
+  ScalesCursor scales;
+
+ private:
+  __device__ __forceinline__ void signal(uint32_t barrier) const {
+    if (barrier == kNone) return;
     uint32_t* counter = launch_.barriers + barrier * kBarrierStride;
-    if (program::kRanks == 1 || barrier >= launch_.shared_barriers)
-      return ptx::add_release(counter, 1);
+    if (!all_ranks_signal(launch_, barrier)) return ptx::add_release(counter, 1);
     // One fence, then a relaxed add to the counter of every rank: a release to each would wait
     // anew.
     ptx::fence_system();
@@ -36,11 +47,6 @@ class Storer {
       ptx::add_relaxed_system(on_rank(first, rank), 1);
   }
 
-  StageCursor stage;
-  SumsCursor sums;  // the next block of sums
-  ScalesCursor scales;
-
- private:
   static __device__ __forceinline__ void fence() {
     program::kRanks > 1 ? ptx::fence_system() : ptx::fence_gpu();
   }

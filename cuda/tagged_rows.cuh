@@ -11,12 +11,13 @@
 //   - If the kernel keeps the rule for live rows (Instruction.tag_order), the storer handles the
 //     words of dead rows.
 //   - Otherwise it handles all words ("by machine"). The instruction begins when the storer has
-//     found every word that it reads. The kernel stores its words with a tag for which no reader
-//     waits; at the end the storer gives them the step's tag.
+//     found every word that it reads. The kernel stores its words in the copies that it would make
+//     empty, where no reader looks; at the end the storer publishes them.
 //
-// If some rows are live, no warp polls the words that an instruction reads of dead rows. All rows
-// that it reads have the same writers, so the words of a live row prove those of the dead rows.
-// Where the writers differ, vm/cuda/exchange.py leaves all words to the storer.
+// If some rows are live, no warp polls the words that an instruction reads of dead rows, as long as
+// all rows that it reads have the same writers: the words of a live row prove those of the dead
+// rows. Where the writers differ (vm/cuda/exchange.py), the storer waits for the words of dead rows
+// before the instruction begins.
 #pragma once
 
 #include "cuda/storer.cuh"
@@ -40,7 +41,7 @@ __device__ __forceinline__ void each_tagged_word(const Launch& launch, const Sta
 #pragma unroll 1
     for (uint32_t item = lane_index(); item < rows * width; item += kLanes) {
       const uint32_t row = row_begin + item / width, word = region.word_begin + item % width;
-      use(region.operand, base_of(tensor) + 8 * (uint64_t{row} * row_words + word), row, word);
+      use(region.operand, base_of(tensor) + 4 * (uint64_t{row} * row_words + word), row, word);
     }
   }
   __syncwarp();
@@ -51,21 +52,22 @@ __device__ __forceinline__ void await_tagged_rows(const Launch& launch, const St
                                                   uint32_t first_row) {
   each_tagged_word(launch, stage, false, first_row,
                    [&](OperandWord operand, uint64_t address, uint32_t row, uint32_t word) {
-                     read_tagged(address, stage.tag, operand, row, word);
+                     read_word(address, operand, row, word);
                    });
 }
 
-// Called when an instruction begins. If the storer handles all its words: wait for those that it
-// reads. Until then the instruction is not ready.
+// Called when an instruction begins: wait for the words that it reads, or those of dead rows, if
+// the storer does so. Until then the instruction is not ready.
 __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, const Stage& stage,
                                                   const StageCursor& cursor) {
-  if (!is_by_machine(stage)) return;
-  await_tagged_rows(launch, stage, 0);
+  if (!awaits_words(stage)) return;
+  await_tagged_rows(launch, stage, is_by_machine(stage) ? 0 : stage.tagged_row);
   if (lane_index() == 0) cursor.ready().arrive();
   __syncwarp();
 }
 
-// Called when its results are stored: tag the words from `first_row` on; they keep their values.
+// Called when its results are stored: publish the words from `first_row` on. Those of dead rows may
+// have any value.
 // If no row is live, no warp has waited for the words that the instruction reads, so wait first.
 __device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stage& stage,
                                                 uint32_t first_row) {
@@ -77,14 +79,14 @@ __device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stag
     each_tagged_word(launch, stage, written, first_row,
                      [&](OperandWord operand, uint64_t address, uint32_t row, uint32_t word) {
                        if (!written) {
-                         read_tagged(address, stage.tag, operand, row, word);
+                         read_word(address, operand, row, word);
                          return;
                        }
                        const Tensor& tensor = stage.tensors[operand];
                        const uint32_t value = written_word(tensor, address);
-                       store_shares(is_gathered(tensor), address, [&](uint64_t to) {
-                         ptx::store_relaxed_tagged(to, value, stage.tag);
-                       });
+                       if (is_by_machine(stage)) address ^= kOtherHalf;
+                       store_shares(is_gathered(tensor), address,
+                                    [&](uint64_t to) { publish(to, value); });
                      });
 }
 

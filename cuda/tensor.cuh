@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/fault.cuh"
+#include "cuda/words.cuh"
 
 namespace megavm {
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ uint64_t element_at(const Tensor& t, uint32_t row, ui
 __device__ __forceinline__ uint64_t word_at(const Tensor& t, uint32_t row, uint32_t column) {
   const uint32_t per_word = 4 / element_bytes(t);
   const uint32_t shift = per_word - 1;  // 1 or 2 elements in a word
-  return base_of(t) + 8 * (static_cast<uint64_t>(row) * (t.columns >> shift) + (column >> shift));
+  return base_of(t) + 4 * (static_cast<uint64_t>(row) * (t.columns >> shift) + (column >> shift));
 }
 
 // An address in the memory of rank 0, in that of another rank.
@@ -63,11 +64,12 @@ __device__ __forceinline__ void store_shares(bool gathered, uint64_t address, St
       for (uint32_t rank = 1; rank < program::kRanks; ++rank) store(on_rank(address, rank));
 }
 
-// The value of a tagged word that this lane is about to write. All ranks have it: the own one is
-// nearest.
+// The value of a tagged word that this lane is about to write; 0 if it is empty. All ranks have it:
+// the own one is nearest.
 __device__ __forceinline__ uint32_t written_word(const Tensor& t, uint64_t address) {
   if (is_gathered(t)) address = on_rank(address, control().rank);
-  return ptx::load_rewritten(address).x;
+  const uint32_t value = ptx::load_rewritten(address);
+  return value == kEmptyWord ? 0 : value;
 }
 
 // Index of the operand word that names a tensor; fault records use it.
@@ -92,14 +94,13 @@ __device__ __forceinline__ unsigned short to_bf16(float value) {
 // Store two neighbouring elements, the first in an even column. Without `with_second` only the
 // first is stored, except that a tagged bf16 word always stores both.
 __device__ __forceinline__ void write_pair(const Tensor& t, uint32_t row, uint32_t column,
-                                           float first, float second, bool with_second,
-                                           uint32_t tag) {
+                                           float first, float second, bool with_second) {
   if (is_tagged(t)) {
     store_shares(is_gathered(t), word_at(t, row, column), [&](uint64_t address) {
       // A row is made of whole words, so the second bf16 element always exists.
-      if (!is_f32(t)) return ptx::store_relaxed_tagged(address, ptx::pack_bf16(first, second), tag);
-      ptx::store_relaxed_tagged(address, __float_as_uint(first), tag);
-      if (with_second) ptx::store_relaxed_tagged(address + 8, __float_as_uint(second), tag);
+      if (!is_f32(t)) return publish(address, ptx::pack_bf16(first, second));
+      publish(address, __float_as_uint(first));
+      if (with_second) publish(address + 4, __float_as_uint(second));
     });
     return;
   }
@@ -119,11 +120,11 @@ __device__ __forceinline__ void write_pair(const Tensor& t, uint32_t row, uint32
 // Store two neighbouring elements by one instruction. Bits of `form`: 1 float32, else bf16; 2
 // tagged.
 __device__ __forceinline__ void store_elements(uint32_t form, uint64_t to, float first,
-                                               float second, uint32_t tag) {
+                                               float second) {
   if (form == 3)
-    ptx::store_relaxed_tagged2(to, __float_as_uint(first), __float_as_uint(second), tag);
+    publish2(to, __float_as_uint(first), __float_as_uint(second));
   else if (form == 2)
-    ptx::store_relaxed_tagged(to, ptx::pack_bf16(first, second), tag);
+    publish(to, ptx::pack_bf16(first, second));
   else if (form == 1)
     ptx::store2(to, __float_as_uint(first), __float_as_uint(second));
   else
@@ -143,7 +144,7 @@ struct PairPlace {
       : address(is_tagged(t) ? word_at(t, row, column) : element_at(t, row, column)),
         kind(is_f32(t) + 2 * is_tagged(t)) {
     // One store instruction writes both elements, so the address must be aligned for it.
-    if (address % (kind == 3 ? 16 : kind == 0 ? 4 : 8) != 0)
+    if (address % (form_bytes() * 2) != 0)
       kind = kNone;
     else if (is_gathered(t))
       kind += 4;
@@ -152,22 +153,18 @@ struct PairPlace {
   // The place that is `columns` (an even number) further in the row.
   __device__ __forceinline__ PairPlace after(uint32_t columns) const {
     PairPlace place = *this;
-    place.address += columns * (form() == 3 ? 8 : form() == 0 ? 2 : 4);
+    place.address += columns * form_bytes();
     return place;
   }
 
   // The place in the same columns so many rows further, a multiple of 4: it is aligned alike.
   __device__ __forceinline__ void move(const Tensor& t, uint32_t rows) {
-    const uint32_t per_word = 4 / element_bytes(t);
-    const uint32_t row_bytes =
-        is_tagged(t) ? 8 * (t.columns / per_word) : t.columns * element_bytes(t);
-    address += uint64_t{rows} * row_bytes;
+    address += uint64_t{rows} * (t.columns * element_bytes(t));
   }
 
   // Store pairs that are kStep columns apart, times `factor`.
   template <uint32_t kStep, uint32_t kCount>
-  __device__ __forceinline__ void store_all(const float (&pairs)[kCount][2], float factor,
-                                            uint32_t tag) const {
+  __device__ __forceinline__ void store_all(const float (&pairs)[kCount][2], float factor) const {
     store_shares(kind & 4, address, [&](uint64_t to) {
       // NOTE: the branches are around the stores of all pairs: this code is run once, and most of
       // its time would be that of fetching it.
@@ -177,12 +174,12 @@ struct PairPlace {
           store(to + i * kStep * bytes, pairs[i][0] * factor, pairs[i][1] * factor);
       };
       if (form() == 3)
-        each(8, [&](uint64_t at, float first, float second) {
-          ptx::store_relaxed_tagged2(at, __float_as_uint(first), __float_as_uint(second), tag);
+        each(4, [&](uint64_t at, float first, float second) {
+          publish2(at, __float_as_uint(first), __float_as_uint(second));
         });
       else if (form() == 2)
-        each(4, [&](uint64_t at, float first, float second) {
-          ptx::store_relaxed_tagged(at, ptx::pack_bf16(first, second), tag);
+        each(2, [&](uint64_t at, float first, float second) {
+          publish(at, ptx::pack_bf16(first, second));
         });
       else if (form() == 1)
         each(4, [&](uint64_t at, float first, float second) {
@@ -195,13 +192,14 @@ struct PairPlace {
     });
   }
 
-  __device__ __forceinline__ void store(float first, float second, uint32_t tag) const {
+  __device__ __forceinline__ void store(float first, float second) const {
     store_shares(kind & 4, address,
-                 [&](uint64_t to) { store_elements(form(), to, first, second, tag); });
+                 [&](uint64_t to) { store_elements(form(), to, first, second); });
   }
 
  private:
   __device__ __forceinline__ uint32_t form() const { return program::kRanks > 1 ? kind & 3 : kind; }
+  __device__ __forceinline__ uint32_t form_bytes() const { return 2u << (kind & 1); }  // an element
 };
 
 // Four neighbouring columns of a row, the first a multiple of four.
@@ -233,24 +231,24 @@ struct ColumnPlace {
 
   // Store an element of float32, so many columns after the first.
   __device__ __forceinline__ void store_one(uint32_t row, uint32_t further, float value,
-                                            uint32_t tag, bool active = true) const {
+                                            bool active = true) const {
     const uint32_t word = __float_as_uint(value);
     const uint64_t at = address + uint64_t{row} * row_bytes + further * column_bytes();
     store_shares(kind & 4, at, [&](uint64_t to) {
-      if_form<3>(active, [&](bool stores) { ptx::store_relaxed_tagged(to, word, tag, stores); });
+      if_form<3>(active, [&](bool stores) { publish(to, word, stores); });
       if_form<1>(active, [&](bool stores) { ptx::store(to, word, stores); });
     });
   }
 
   // Store two neighbouring columns, an even number of columns `further`. The first column is even.
   __device__ __forceinline__ void store_pair(uint32_t row, uint32_t further, float first,
-                                             float second, uint32_t tag, bool active = true) const {
+                                             float second, bool active = true) const {
     const uint64_t at = address + uint64_t{row} * row_bytes + further * column_bytes();
     const uint32_t x = __float_as_uint(first), y = __float_as_uint(second);
     const uint32_t both = ptx::pack_bf16(first, second);
     store_shares(kind & 4, at, [&](uint64_t to) {
-      if_form<3>(active, [&](bool stores) { ptx::store_relaxed_tagged2(to, x, y, tag, stores); });
-      if_form<2>(active, [&](bool stores) { ptx::store_relaxed_tagged(to, both, tag, stores); });
+      if_form<3>(active, [&](bool stores) { publish2(to, x, y, stores); });
+      if_form<2>(active, [&](bool stores) { publish(to, both, stores); });
       if_form<1>(active, [&](bool stores) { ptx::store2(to, x, y, stores); });
       if_form<0>(active, [&](bool stores) { ptx::store(to, both, stores); });
     });
@@ -258,7 +256,7 @@ struct ColumnPlace {
 
   // Store four `number`, counted from the first column, which is a multiple of four.
   __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
-                                        uint32_t tag, bool active = true) const {
+                                        bool active = true) const {
     const float (&v)[4] = four.value;
     const uint32_t bytes = 4 * column_bytes();
     const ptx::Words4 words = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
@@ -266,19 +264,17 @@ struct ColumnPlace {
     const uint32_t low = ptx::pack_bf16(v[0], v[1]), high = ptx::pack_bf16(v[2], v[3]);
     store_shares(kind & 4, address + uint64_t{row} * row_bytes + number * bytes, [&](uint64_t to) {
       if_form<3>(active, [&](bool stores) {
-        ptx::store_relaxed_tagged2(to, words.x, words.y, tag, stores);
-        ptx::store_relaxed_tagged2(to + 16, words.z, words.w, tag, stores);
+        publish2(to, words.x, words.y, stores);
+        publish2(to + 8, words.z, words.w, stores);
       });
-      if_form<2>(active,
-                 [&](bool stores) { ptx::store_relaxed_tagged2(to, low, high, tag, stores); });
+      if_form<2>(active, [&](bool stores) { publish2(to, low, high, stores); });
       if_form<1>(active, [&](bool stores) { ptx::store4(to, words, stores); });
       if_form<0>(active, [&](bool stores) { ptx::store2(to, low, high, stores); });
     });
   }
 
   // Store the first two fours.
-  __device__ __forceinline__ void store_two(uint32_t row, const Four (&two)[2],
-                                            uint32_t tag) const {
+  __device__ __forceinline__ void store_two(uint32_t row, const Four (&two)[2]) const {
     if (form() == 0 && (address | row_bytes) % 16 == 0) {
       const float (&a)[4] = two[0].value, (&b)[4] = two[1].value;
       return store_shares(kind & 4, address + uint64_t{row} * row_bytes, [&](uint64_t to) {
@@ -286,8 +282,8 @@ struct ColumnPlace {
                          ptx::pack_bf16(b[0], b[1]), ptx::pack_bf16(b[2], b[3])});
       });
     }
-    store(row, 0, two[0], tag);
-    store(row, 1, two[1], tag);
+    store(row, 0, two[0]);
+    store(row, 1, two[1]);
   }
 
   // Load four `number` of a tensor that has_fours.
@@ -307,9 +303,7 @@ struct ColumnPlace {
     if constexpr (kKinds >> kForm & 1) store(active && form() == kForm);
   }
 
-  __device__ __forceinline__ uint32_t column_bytes() const {
-    return 2u << (form() & 1) << form() / 2;
-  }
+  __device__ __forceinline__ uint32_t column_bytes() const { return 2u << (form() & 1); }
 
   // Bits: 1 float32, else bf16; 2 tagged. Known to the compiler as far as kKinds says it.
   __device__ __forceinline__ uint32_t form() const {
@@ -393,13 +387,12 @@ struct EightConstants {
 // Store one element. The other element of a tagged bf16 word keeps its value.
 // NOTE: two lanes that store the two elements of such a word at a time lose one: use write_pair.
 __device__ __forceinline__ void write_element(const Tensor& t, uint32_t row, uint32_t column,
-                                              float value, uint32_t tag) {
-  if (!is_tagged(t) || is_f32(t)) return write_pair(t, row, column, value, 0.0f, false, tag);
+                                              float value) {
+  if (!is_tagged(t) || is_f32(t)) return write_pair(t, row, column, value, 0.0f, false);
   const uint64_t place = word_at(t, row, column);
   const uint32_t old = written_word(t, place), half = to_bf16(value);
   const uint32_t word = column % 2 ? half << 16 | (old & 0xffff) : (old & 0xffff0000u) | half;
-  store_shares(is_gathered(t), place,
-               [&](uint64_t address) { ptx::store_relaxed_tagged(address, word, tag); });
+  store_shares(is_gathered(t), place, [&](uint64_t address) { publish(address, word); });
 }
 
 }  // namespace megavm

@@ -21,9 +21,8 @@ The operands follow in order of declaration. A wait is satisfied when the barrie
 and ``signals(barrier)`` is how often one step signals it. Target 0 therefore waits for everything that
 *earlier* steps signalled, target ``signals(barrier)`` for everything of this step.
 
-The other kind of dependency needs no header: a tensor declared ``tagged`` is stored as words of
-{32-bit value, 32-bit epoch}, and an instruction that reads one waits until each word carries the epoch of
-the running step. Both kinds are visible in the header and in ``reads`` and ``writes``.
+The other kind of dependency needs no header: a tensor declared ``tagged`` is exchanged word by word, and an
+instruction that reads one waits until each word is that of the running step (vm/words.py). Both kinds are visible in the header and in ``reads`` and ``writes``.
 
 This module imports neither torch nor numpy: the C++ build runs it.
 """
@@ -74,6 +73,18 @@ class TagOrder(Enum):
     READS_LATE = 1  # only the first: its tags prove nothing about its own reads
     WRITES_EARLY = 2  # only the second, trivially: it has no tagged results
     BY_MACHINE = 3  # the machine waits before the kernel and tags after it, in two more round trips
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What decides how the workers of a step exchange its activations.
+
+    ``columns``: of the widest rows that products normalise, the hidden size of a model; 0: there are none.
+    """
+
+    rows: int
+    columns: int
+    ranks: int
 
 
 class Instruction:
@@ -237,14 +248,13 @@ class Instruction:
         return TagOrder.BY_MACHINE
 
     @classmethod
-    def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
-        """Whether its GPU kernel has activations sooner as tagged words than behind a barrier.
+    def prefers_words(cls, operand: str, operands: Collection[str], shape: StepShape) -> bool:
+        """Whether its GPU kernel has an operand sooner as tagged words than behind a barrier.
 
-        ``operands``: the names of the operands that it has. ``rows``: of the step. The default is what
-        was measured for products: words in steps of one row, barriers in others. The numbers of readers
-        and bytes cannot decide it: values equal in both are exchanged differently (docs/techniques.md).
+        ``operands``: the names of the operands that it has. The numbers of readers and bytes cannot decide
+        it: values equal in both are exchanged differently (docs/techniques.md).
         """
-        return rows == 1
+        return shape.rows == 1
 
     @classmethod
     def stored_columns(cls, columns: Mapping[str, int], column_unit: int) -> int | None:

@@ -29,6 +29,7 @@ class Order(Code):
     ROWS = 0
     UNITS = 1
     SWIZZLED = 2
+    COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Layout:
     bytes of row r of a tile lies at chunk c ^ (r >> 1): the 64-byte swizzle of wgmma. With ``half`` > 0
     the rows j and j + half of each group of 2 * half rows are neighbours. ``SWIZZLED``, for
     bfloat16 KV caches [blocks, kv heads, block_size, d]: chunk c of 16 bytes of slot t lies at chunk
-    c ^ (t & 7).
+    c ^ (t & 7). ``COPIES``, for tagged tensors on GPUs: see vm/words.py; ``Memory`` converts these itself.
     """
 
     order: Order
@@ -54,7 +55,9 @@ class Layout:
         if self.order is Order.ROWS:
             return
         wrong = None
-        if spec.tagged:
+        if self.order is Order.COPIES:
+            wrong = None if spec.tagged else "it is not tagged"
+        elif spec.tagged:
             wrong = "it is tagged"
         elif self.order is Order.UNITS:
             if len(spec.shape) != 2:
@@ -104,6 +107,7 @@ class Layout:
 
 ROWS = Layout(Order.ROWS)
 SWIZZLED = Layout(Order.SWIZZLED)
+COPIES = Layout(Order.COPIES)
 
 
 def units(half: int = 0) -> Layout:

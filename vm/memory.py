@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from megavm.vm.huge_pages import zeros_in_huge_pages
-from megavm.vm.layout import ROWS, Layout
+from megavm.vm.layout import COPIES, ROWS, Layout
 from megavm.vm.tensors import DType, Part, TensorKind, TensorSpec
+from megavm.vm.words import Turns, empty, from_copies, to_copies
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32}
 
@@ -29,7 +30,8 @@ class Memory:
     """Tensors by name, on one device. Programs of one model share a memory.
 
     A tensor is bound (weights, without a copy) or allocated and filled with zeros. A tagged tensor is stored
-    as int32 [rows, words, 2]: the value's bits, then the epoch that wrote them. Any other tensor is stored
+    as int32 [rows, words, 2]: the value's bits, then the epoch that wrote them; a CudaMachine stores it in
+    another form (vm/words.py), and ``tagged_words`` returns this one. Any other tensor is stored
     contiguously in its own shape and dtype, unless a machine has given it another layout (vm/layout.py). A
     tensor that is bound in parts (TensorSpec) is stored in parts until ``relayout`` joins them.
 
@@ -55,8 +57,9 @@ class Memory:
         self._others = tuple(Memory(other) for other in devices[1:])
         # NOTE: no rank refers to the first one: memory in a cycle would stay until it is collected.
         self._epoch = [0]
+        self.turns = Turns()
         for other in self._others:
-            other._epoch = self._epoch
+            other._epoch, other.turns = self._epoch, self.turns
         self._allocate_shares = allocate_shares
         self._specs: dict[str, TensorSpec] = {}
         self._storage: dict[str, tuple[torch.Tensor, ...]] = {}  # one, or one for each part
@@ -237,10 +240,41 @@ class Memory:
             owner, rows = self._first_place(name)
             return self[owner][rows]
         parts, spec = self._storage[name], self._specs[name]
+        if spec.tagged:
+            return tagged_values(self.tagged_words(name), spec.dtype).reshape(spec.shape)
         storage = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not spec.tagged:
-            return self.layout(name).unpack(spec, storage)
-        return tagged_values(storage, spec.dtype).reshape(spec.shape)
+        return self.layout(name).unpack(spec, storage)
+
+    def tagged_words(self, name: str) -> torch.Tensor:
+        """The words of a tagged tensor: int32 [rows, words, 2], value and tag. A copy of what a GPU stores."""
+        storage = self.storage(name)
+        if self.layout(name) != COPIES:
+            return storage
+        return from_copies(storage, self.turns.of(name), self.epoch)
+
+    def _store_words(self, name: str, words: torch.Tensor) -> None:
+        storage = self.storage(name)
+        if self.layout(name) != COPIES:
+            storage.copy_(words)
+        else:
+            to_copies(words.to(self.device), storage, self.turns.of(name), self.epoch)
+
+    def give_copies(self, names: Iterable[str], allocate: AllocateShares) -> None:
+        """Store tagged tensors as GPUs do, on all ranks. ``allocate`` gets the shape of one copy."""
+        for name in names:
+            if self.layout(name) == COPIES:
+                continue
+            shape, dtype = _storage_of(self._specs[name])
+            for rank, storage in zip(self.ranks, allocate(shape[:2], dtype), strict=True):
+                words = rank.storage(name)
+                rank._storage[name], rank._layouts[name] = (storage,), COPIES
+                rank._store_words(name, words)
+
+    def empty_words(self) -> None:
+        """Empty all words that GPUs store, on all ranks."""
+        for rank in self.ranks:
+            empty(rank.storage(n) for n, layout in rank._layouts.items() if layout == COPIES)
+        self.turns.restart()
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Store values given in natural order. Words of a tagged tensor get the tag of the next step.
@@ -261,8 +295,9 @@ class Memory:
         parts, spec = self._storage[name], self._specs[name]
         value = value.to(self.device, TORCH_DTYPE[spec.dtype]).contiguous()
         if spec.tagged:
-            parts[0][..., 0] = value.reshape(spec.rows, -1).view(torch.int32)
-            parts[0][..., 1] = int(np.uint32((self.epoch + 1) & 0xFFFFFFFF).view(np.int32))
+            values = value.reshape(spec.rows, -1).view(torch.int32)
+            tag = int(np.uint32((self.epoch + 1) & 0xFFFFFFFF).view(np.int32))
+            self._store_words(name, torch.stack([values, torch.full_like(values, tag)], -1))
         else:
             packed = self.layout(name).pack(spec, value)
             sizes = [len(part) for part in parts]
@@ -273,7 +308,9 @@ class Memory:
         """Copy a tensor's contents, tags included, from a memory on any device and in any layout."""
         mine, theirs = self._storage[name], other.stored_parts(name)
         alike = self.layout(name) == other.layout(name) and len(mine) == len(theirs)
-        if self._specs[name].tagged or alike:
+        if self._specs[name].tagged:
+            self._store_words(name, other.tagged_words(name))
+        elif alike:
             for part, source in zip(mine, theirs, strict=True):
                 part.copy_(source)
         else:
@@ -296,7 +333,8 @@ class Memory:
                 if spec.shares > 1:
                     storage = self._allocate_shares(*_storage_of(spec))
                     for own, rank, source in zip(storage, twin.ranks, self.ranks, strict=True):
-                        rank._storage[name] = (own.copy_(source.storage(name)),)
+                        stored = source.tagged_words(name) if spec.tagged else source.storage(name)
+                        rank._storage[name] = (own.copy_(stored),)
         return twin
 
     def _copy(self, device: torch.device | str | None) -> Memory:
@@ -304,20 +342,25 @@ class Memory:
         twin._specs = dict(self._specs)
         if twin.device != self.device:
             twin._storage = {
-                name: tuple(
-                    p.to(twin.device)
-                    for p in (parts if self._layouts[name] == ROWS else (self[name],))
-                )
-                for name, parts in self._storage.items()
+                name: tuple(p.to(twin.device) for p in self._natural(name))
+                for name in self._storage
             }
             twin._layouts = dict.fromkeys(self._layouts, ROWS)
             return twin
         twin._layouts = dict(self._layouts)
-        twin._storage = {
-            name: tuple(p.clone() for p in parts) if self._specs[name].writable else parts
-            for name, parts in self._storage.items()
-        }
+        for name, parts in self._storage.items():
+            if self._layouts[name] == COPIES:
+                parts, twin._layouts[name] = self._natural(name), ROWS
+            elif self._specs[name].writable:
+                parts = tuple(p.clone() for p in parts)
+            twin._storage[name] = parts
         return twin
+
+    def _natural(self, name: str) -> tuple[torch.Tensor, ...]:
+        """The storage of a tensor, or what it would be in natural order."""
+        if self._layouts[name] == ROWS:
+            return self._storage[name]
+        return (self.tagged_words(name) if self._specs[name].tagged else self[name],)
 
     @property
     def bytes(self) -> int:

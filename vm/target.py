@@ -15,6 +15,7 @@ from megavm.vm.config import (
     MAX_ATTENTION_ELEMENTS,
     MAX_GROUP_ROWS,
     MAX_MATRIX_ROWS,
+    MIN_GROUP_ROWS,
     MIN_MATRIX_ROWS,
     PAGE_BYTES,
     ROWS_CHUNK_PAGES,
@@ -69,7 +70,8 @@ class Target:
 
     ``column_unit``: column tiles of products begin at multiples of it, those of embeddings at multiples of
     ``embedding_unit``. ``exchange``: how activations pass between workers (CompileOptions.exchange).
-    ``tagged_bytes``: largest activation that is tagged.
+    ``tagged_bytes``: the largest activation that is tagged, in steps of up to so many rows, and of more rows than
+    all of these as in the first of them.
 
     Products: up to ``tile_rows`` input rows of up to ``input_bytes`` together stay in a worker while weights
     stream. Of longer ones, ``split_columns`` columns and ``sums_bytes`` of sums do. Steps of 2 to ``group_rows``
@@ -121,7 +123,7 @@ class Target:
     column_unit: int = 16
     embedding_unit: int = 64
     exchange: Exchange = "barrier"
-    tagged_bytes: int = 128 * 1024
+    tagged_bytes: tuple[tuple[int, int], ...] = ((1, 128 * 1024),)
     input_bytes: int = INPUT_BYTES
     tile_rows: int = 512
     split_columns: int = SPLIT_COLUMNS
@@ -175,6 +177,11 @@ TARGETS = {
             max_kv_bytes=None,
             column_unit=UNIT_ROWS,
             exchange="preferred",
+            tagged_bytes=(
+                (1, 128 * 1024),
+                (MIN_GROUP_ROWS, 64 * 1024),
+                (MAX_GROUP_ROWS, 512 * 1024),
+            ),
             group_rows=MAX_GROUP_ROWS,
             # The columns of a unit of bfloat16 weights that the kernel takes at once.
             part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,

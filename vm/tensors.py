@@ -141,7 +141,7 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the values (a tagged tensor occupies twice as much)."""
+        """Bytes of the values (a tagged tensor occupies twice as much on the CPU, four times on a GPU)."""
         return math.prod(self.shape) * self.dtype.size
 
     @functools.cached_property

@@ -102,38 +102,9 @@ __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* address)
   return value;
 }
 
-// One {value, epoch} word. The access is atomic, so a matching epoch proves the value: no fence and
-// no stronger order is needed.
-__device__ __forceinline__ Words2 load_relaxed_tagged(uint64_t address) {
-  uint64_t word;
-  asm volatile("ld.relaxed." MEGAVM_SCOPE ".global.b64 %0, [%1];"
-               : "=l"(word)
-               : "l"(address)
-               : "memory");
-  return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
-}
-
-// The same, of a word that this lane stores anew. Not two lanes at a time: the emulation finds
-// those.
-__device__ __forceinline__ Words2 load_rewritten(uint64_t address) {
-  return load_relaxed_tagged(address);
-}
-
-// Two {value, epoch} words: {value, epoch, value, epoch}. Each word is atomic, the two together are
-// not.
-__device__ __forceinline__ Words4 load_relaxed_tagged2(uint64_t address) {
-  uint64_t first, second;
-  asm volatile("ld.relaxed." MEGAVM_SCOPE ".global.v2.b64 {%0, %1}, [%2];"
-               : "=l"(first), "=l"(second)
-               : "l"(address)
-               : "memory");
-  return {static_cast<uint32_t>(first), static_cast<uint32_t>(first >> 32),
-          static_cast<uint32_t>(second), static_cast<uint32_t>(second >> 32)};
-}
-
 __device__ __forceinline__ Words4 load_relaxed4(uint64_t address) {
   Words4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.relaxed." MEGAVM_SCOPE ".global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address)
                : "memory");
@@ -144,7 +115,7 @@ __device__ __forceinline__ Words4 load_relaxed4(uint64_t address) {
 __device__ __forceinline__ void load_relaxed4(uint64_t address, Words4& to, bool active) {
   asm volatile(
       "{ .reg .pred p; setp.ne.u32 p, %5, 0;"
-      " @p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      " @p ld.relaxed." MEGAVM_SCOPE ".global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
       : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
       : "l"(address), "r"(uint32_t{active})
       : "memory");
@@ -152,7 +123,7 @@ __device__ __forceinline__ void load_relaxed4(uint64_t address, Words4& to, bool
 
 __device__ __forceinline__ Words2 load_relaxed2(uint64_t address) {
   Words2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+  asm volatile("ld.relaxed." MEGAVM_SCOPE ".global.v2.u32 {%0, %1}, [%2];"
                : "=r"(v.x), "=r"(v.y)
                : "l"(address)
                : "memory");
@@ -161,6 +132,12 @@ __device__ __forceinline__ Words2 load_relaxed2(uint64_t address) {
 
 __device__ __forceinline__ uint32_t load_relaxed1(uint64_t address) {
   return load_relaxed(reinterpret_cast<const uint32_t*>(address));
+}
+
+// The same, of a word that this lane stores anew. Not two lanes at a time: the emulation finds
+// those.
+__device__ __forceinline__ uint32_t load_rewritten(uint64_t address) {
+  return load_relaxed1(address);
 }
 
 __device__ __forceinline__ unsigned short load_relaxed_half(uint64_t address) {
@@ -208,23 +185,20 @@ __device__ __forceinline__ unsigned short load_constant_half(uint64_t address) {
 // branches they save and restore what makes the warp converge again, which takes longer than the
 // store.
 
-// Value and epoch become visible together, so a reader that sees the epoch has the value.
-__device__ __forceinline__ void store_relaxed_tagged(uint64_t address, uint32_t value,
-                                                     uint32_t epoch, bool active = true) {
-  const uint64_t word = static_cast<uint64_t>(epoch) << 32 | value;
+// A word that other workers poll (cuda/words.cuh).
+__device__ __forceinline__ void store_word(uint64_t address, uint32_t word, bool active = true) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.relaxed." MEGAVM_SCOPE
-               ".global.b64 [%0], %1; }" ::"l"(address),
-               "l"(word), "r"(uint32_t{active})
+               ".global.b32 [%0], %1; }" ::"l"(address),
+               "r"(word), "r"(uint32_t{active})
                : "memory");
 }
 
-__device__ __forceinline__ void store_relaxed_tagged2(uint64_t address, uint32_t first,
-                                                      uint32_t second, uint32_t epoch,
-                                                      bool active = true) {
-  const uint64_t high = static_cast<uint64_t>(epoch) << 32;
+// Two neighbours. Each is atomic, the two together are not.
+__device__ __forceinline__ void store_word2(uint64_t address, uint32_t first, uint32_t second,
+                                            bool active = true) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p st.relaxed." MEGAVM_SCOPE
-               ".global.v2.b64 [%0], {%1, %2}; }" ::"l"(address),
-               "l"(high | first), "l"(high | second), "r"(uint32_t{active})
+               ".global.v2.b32 [%0], {%1, %2}; }" ::"l"(address),
+               "r"(first), "r"(second), "r"(uint32_t{active})
                : "memory");
 }
 

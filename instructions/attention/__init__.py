@@ -23,7 +23,7 @@ from megavm.vm.config import (
     NUM_CONSUMER_WARPS,
 )
 from megavm.vm.constants import Constant, largest, same
-from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.isa import Instruction, StepShape, TagOrder
 from megavm.vm.layout import Layout, swizzled_if_possible
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
@@ -221,10 +221,10 @@ class Attention(Instruction):
         )
 
     @classmethod
-    def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
+    def prefers_words(cls, operand: str, operands: Collection[str], shape: StepShape) -> bool:
         # One worker reads each word. Without k_new it waits for a barrier, because of the caches. Matrix
         # products store words no sooner than they signal.
-        return rows == 1 or ("k_new" in operands and rows <= MAX_GROUP_ROWS)
+        return shape.rows == 1 or ("k_new" in operands and shape.rows <= MAX_GROUP_ROWS)
 
     def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin

@@ -35,7 +35,7 @@ struct AnyAttention {
     // NOTE: an empty split waits for its queries too. Otherwise it could run a step ahead, and
     // overwrite its partial result before the merge of this step has read it.
     for (uint32_t e = lane; e < d; e += kLanes)
-      read_element(in[&Attention::q], row, query * d + e, in.tag(), in.word(&Attention::q));
+      read_element(in[&Attention::q], row, query * d + e, in.word(&Attention::q));
     __syncwarp();
     for (uint32_t first = span.begin; first < span.end; first += kLanes) {
       const uint32_t token = first + lane;
@@ -47,8 +47,8 @@ struct AnyAttention {
         score = 0.0f;
         for (uint32_t e = 0; e < d; ++e) {
           const float q =
-              read_element(in[&Attention::q], row, query * d + e, in.tag(), in.word(&Attention::q));
-          const float k = own ? read_element(in[&Attention::k_new], row, head * d + e, in.tag(),
+              read_element(in[&Attention::q], row, query * d + e, in.word(&Attention::q));
+          const float k = own ? read_element(in[&Attention::k_new], row, head * d + e,
                                              in.word(&Attention::k_new))
                               : cached(keys, block, head, token % attention::kBlockSize, e);
           score = fmaf(q, k, score);
@@ -75,7 +75,7 @@ struct AnyAttention {
           const uint32_t e = j * kLanes + lane;
           if (e >= d) continue;
           const float v = span.newest && first + i == span.end - 1
-                              ? read_element(in[&Attention::v_new], row, head * d + e, in.tag(),
+                              ? read_element(in[&Attention::v_new], row, head * d + e,
                                              in.word(&Attention::v_new))
                               : cached(values, from, head, slot, e);
           sum[j] = fmaf(w, v, sum[j]);
@@ -104,13 +104,13 @@ struct AnyAttention {
       const float next = __shfl_down_sync(~0u, value, 1);
       if (e >= d) continue;
       if (is_f32(to) || !is_tagged(to))
-        write_element(to, row, base + e, value, in.out_tag());
+        write_element(to, row, base + e, value);
       else if (e % 2 == 0)
-        write_pair(to, row, base + e, value, next, true, in.out_tag());
+        write_pair(to, row, base + e, value, next, true);
     }
     if (!whole && lane == 0) {
-      write_element(to, row, base + d, highest, in.out_tag());
-      write_element(to, row, base + d + 1, total, in.out_tag());
+      write_element(to, row, base + d, highest);
+      write_element(to, row, base + d + 1, total);
     }
   }
 

@@ -190,9 +190,9 @@ struct AttentionTile : AttentionWarpgroup<kD> {
         for (uint32_t i = 0; i < kValueTiles; ++i)
 #pragma unroll
           for (uint32_t j = 0; j < 2; ++j) pairs[i][j] = state.sum[part][4 * i + 2 * half + j];
-        place.template store_all<8>(pairs, factor, in.out_tag());
+        place.template store_all<8>(pairs, factor);
         if (!whole && pair == 0)
-          place.after(kD).store(state.highest[part][half] * scale * kLn2, total, in.out_tag());
+          place.after(kD).store(state.highest[part][half] * scale * kLn2, total);
       }
   }
 

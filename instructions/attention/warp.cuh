@@ -28,66 +28,55 @@ struct AttentionWarp {
   };
 
   // Neighbouring elements of a query, key or value, as loaded from memory.
-  using Eight = Loaded<false, true, 8>;
-  using Pair = Loaded<false, true, 2>;
+  using Eight = Loaded<false, 8>;
+  using Pair = Loaded<false, 2>;
 
   // Words 0, 2, 1, 3: the order of operand A, see instructions/product/product.cuh.
-  static __device__ __forceinline__ ptx::Words4 operand(const Eight& eight, bool tagged) {
-    return {eight.word(0, tagged), eight.word(2, tagged), eight.word(1, tagged),
-            eight.word(3, tagged)};
+  static __device__ __forceinline__ ptx::Words4 operand(const Eight& eight) {
+    return {eight.word(0), eight.word(2), eight.word(1), eight.word(3)};
   }
 
   // Load the queries and initialise the state; with `newest` (one warp), with the newest token. All
-  // loads are issued before any tag is checked, and repeated until all words have arrived.
+  // loads are issued before any word is checked, and repeated until all words have arrived.
   static __device__ __forceinline__ void start(const Operands<Attention>& in, uint32_t row,
                                                uint32_t head, bool newest, State& state) {
-    const uint32_t lane = lane_index(), chunk = lane % 4 * 8, tag = in.tag();
+    const uint32_t lane = lane_index(), chunk = lane % 4 * 8;
     const uint32_t query = head * kGroup + min_of(lane / 4, kGroup - 1);
     const bool tagged = is_tagged(in[&Attention::q]);
     const bool new_tagged = newest && is_tagged(in[&Attention::k_new]);
     Eight queries[kKeyChunks], key[kKeyChunks];
     Pair value[kValueTiles];
 #pragma unroll
-    for (uint32_t i = 0; i < kKeyChunks; ++i)
-      key[i].raw[0] = key[i].raw[1] = {ptx::zero(), tag, ptx::zero(), tag};
+    for (uint32_t i = 0; i < kKeyChunks; ++i) key[i].raw[0] = ptx::zero4();
 #pragma unroll
-    for (uint32_t i = 0; i < kValueTiles; ++i)
-      value[i].raw[0].x = ptx::zero(), value[i].raw[0].y = tag;
+    for (uint32_t i = 0; i < kValueTiles; ++i) value[i].raw[0].x = ptx::zero();
     // Load words from column `column` on, kStep columns apart.
-    // NOTE: the branch is around the loads. With a predicate for each of them, ptxas checks some
-    // tags between the loads.
-    const auto load = [&]<uint32_t kStep>(auto& loaded, uint32_t Attention::* operand, bool tagged,
+    const auto load = [&]<uint32_t kStep>(auto& loaded, uint32_t Attention::* operand,
                                           uint32_t column) {
-      const auto load_all = [&](bool tagged) {
-        const SourceRow from = Eight::row_of(in[operand], row, tag, in.word(operand), tagged);
-        const uint32_t bytes = Eight::column_bytes(tagged);
+      const SourceRow from = Eight::row_of(in[operand], row, in.word(operand));
+      constexpr uint32_t kBytes = Eight::kColumnBytes;
 #pragma unroll
-        for (uint32_t i = 0; i < sizeof(loaded) / sizeof(loaded[0]); ++i)
-          loaded[i].load(from.address + uint64_t{column} * bytes + i * kStep * bytes, tagged);
-      };
-      if (tagged)
-        load_all(true);
-      else
-        load_all(false);
+      for (uint32_t i = 0; i < sizeof(loaded) / sizeof(loaded[0]); ++i)
+        loaded[i].load(from.address + uint64_t{column} * kBytes + i * kStep * kBytes);
     };
     // Whether all words of `loaded` have arrived.
     const auto has = [&](const auto& loaded, bool tagged) {
       bool complete = true;
 #pragma unroll
-      for (const auto& words : loaded) complete &= !tagged || words.has(tag);
+      for (const auto& words : loaded) complete &= !tagged || words.is_there();
       return complete;
     };
     const auto load_value = [&] {
-      load.template operator()<8>(value, &Attention::v_new, new_tagged, head * kD + lane % 4 * 2);
+      load.template operator()<8>(value, &Attention::v_new, head * kD + lane % 4 * 2);
     };
     const auto find = [&](uint32_t) { find_missing(in, row, head, newest); };
     // Long heads have too many words to be in flight all at once: load the value after the keys.
     constexpr bool kValueLater = kD > 64;
     await(
         [&] {
-          load.template operator()<32>(queries, &Attention::q, tagged, query * kD + chunk);
+          load.template operator()<32>(queries, &Attention::q, query * kD + chunk);
           if (!newest) return;
-          load.template operator()<32>(key, &Attention::k_new, new_tagged, head * kD + chunk);
+          load.template operator()<32>(key, &Attention::k_new, head * kD + chunk);
           if constexpr (!kValueLater) load_value();
         },
         [&] {
@@ -98,7 +87,7 @@ struct AttentionWarp {
         },
         find);
 #pragma unroll
-    for (uint32_t i = 0; i < kKeyChunks; ++i) state.q[i] = operand(queries[i], tagged);
+    for (uint32_t i = 0; i < kKeyChunks; ++i) state.q[i] = operand(queries[i]);
     state.highest = -kInfinity;
     state.total = 0.0f;
 #pragma unroll
@@ -107,7 +96,7 @@ struct AttentionWarp {
     float score = 0.0f;
 #pragma unroll
     for (uint32_t i = 0; i < kKeyChunks; ++i) {
-      const ptx::Words4 other = operand(key[i], new_tagged);
+      const ptx::Words4 other = operand(key[i]);
       const uint32_t words[4] = {state.q[i].x, state.q[i].y, state.q[i].z, state.q[i].w};
       const uint32_t k[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
@@ -139,7 +128,7 @@ struct AttentionWarp {
                                                       : &Attention::v_new);
       if (!is_tagged(in.stage.tensors[word])) continue;
       const uint32_t width = (operand == 0 ? kGroup : 1) * kD;
-      const SourceRow from = Pair::row_of(in.stage.tensors[word], row, in.tag(), word);
+      const SourceRow from = Pair::row_of(in.stage.tensors[word], row, word);
 #pragma unroll 1
       for (uint32_t c = head * width; c < (head + 1) * width; c += 2) Pair::find_missing(from, c);
     }
@@ -237,9 +226,8 @@ struct AttentionWarp {
     const uint32_t heads = in[&Attention::q].columns / kD;
     const uint32_t base = whole ? number * kD : (in.inst.split * heads + number) * (kD + 2);
     const PairPlace place(whole ? in[&Attention::out] : in[&Attention::partial], row, base + pair);
-    place.template store_all<8>(state.sum, whole ? __fdividef(1.0f, state.total) : 1.0f,
-                                in.out_tag());
-    if (!whole && pair == 0) place.after(kD).store(state.highest * kLn2, state.total, in.out_tag());
+    place.template store_all<8>(state.sum, whole ? __fdividef(1.0f, state.total) : 1.0f);
+    if (!whole && pair == 0) place.after(kD).store(state.highest * kLn2, state.total);
   }
 
   // Put the state into shared memory: [query][kD] sums, then [query] highest, [query] total.
@@ -262,15 +250,14 @@ struct AttentionWarp {
     const uint32_t number = head * kGroup + query;
     if (in.inst.num_splits == 1) {
       write_pair(in[&Attention::out], row, number * kD + element, __fdividef(x, total),
-                 __fdividef(y, total), true, in.out_tag());
+                 __fdividef(y, total), true);
       return;
     }
     const uint32_t heads = in[&Attention::q].columns / kD;
     const Tensor& partial = in[&Attention::partial];
     const uint32_t base = (in.inst.split * heads + number) * (kD + 2);
-    write_pair(partial, row, base + element, x, y, true, in.out_tag());
-    if (element == 0)
-      write_pair(partial, row, base + kD, highest * kLn2, total, true, in.out_tag());
+    write_pair(partial, row, base + element, x, y, true);
+    if (element == 0) write_pair(partial, row, base + kD, highest * kLn2, total, true);
   }
 };
 

@@ -34,9 +34,9 @@ struct Kernel<AttentionMerge> : KernelDefaults {
     const uint32_t d = inst.head_dim, heads = own_columns(out) / d, splits = inst.num_splits;
     const uint32_t parts = ceil_div(d, kLanes), lane = lane_index();
     const uint32_t per_row = (inst.head_end - inst.head_begin) * parts;
-    using Score = Loaded<true, kTagged, 2>;  // the largest score and the total of a split
-    using Sum = Loaded<true, kTagged, 1>;
-    constexpr uint32_t kBytes = Sum::column_bytes();
+    using Score = Loaded<true, 2>;  // the largest score and the total of a split
+    using Sum = Loaded<true, 1>;
+    constexpr uint32_t kBytes = Sum::kColumnBytes;
     const auto store = [&](uint32_t item, float value) {
       const uint32_t row = inst.row_begin + item / per_row;
       const uint32_t head = inst.head_begin + item % per_row / parts;
@@ -45,9 +45,9 @@ struct Kernel<AttentionMerge> : KernelDefaults {
       if (e >= d) return;
       // A lane stores its own float32; an even lane stores two bf16, its own and the next lane's.
       if (is_f32(out))
-        write_element(out, row, head * d + e, value, in.out_tag());
+        write_element(out, row, head * d + e, value);
       else if (e % 2 == 0)
-        write_pair(out, row, head * d + e, value, next, true, in.out_tag());
+        write_pair(out, row, head * d + e, value, next, true);
     };
     // With tagged words, results stay in registers until all warps have read their inputs.
     static_assert(kLanes == attention_merge::kItemElements);
@@ -61,14 +61,14 @@ struct Kernel<AttentionMerge> : KernelDefaults {
       const uint32_t head = inst.head_begin + item % per_row / parts;
       const uint32_t e = item % parts * kLanes + lane;
       const uint32_t base = head * (d + 2), stride = heads * (d + 2);  // stride: between splits
-      const SourceRow from = Sum::row_of(partial, row, in.tag(), in.word(&AttentionMerge::partial));
+      const SourceRow from = Sum::row_of(partial, row, in.word(&AttentionMerge::partial));
       float highest = -kInfinity, total = 0.0f, sum = 0.0f;  // total: of this lane's splits
 #pragma unroll 1
       for (uint32_t first = 0; first < splits; first += kBatch) {
         const uint32_t count = min_of(kBatch, splits - first);
         const bool has_score = lane < count, has_sums = e < d;
         // NOTE: no load is conditional: lanes without words of their own load others. With a
-        // predicate for every load, some tags would be checked before all loads are issued.
+        // predicate for every load, some words would be checked before all loads are issued.
         const uint32_t score_column = base + (first + min_of(lane, count - 1)) * stride + d;
         const auto column = [&](uint32_t i) {
           return base + (first + min_of(i, count - 1)) * stride + min_of(e, d - 1);
@@ -86,8 +86,8 @@ struct Kernel<AttentionMerge> : KernelDefaults {
               uint32_t missing = kNone;
 #pragma unroll
               for (uint32_t i = 0; i < kBatch; ++i)
-                if (!sums[i].has(from.tag)) missing = column(i);
-              return score.has(from.tag) ? missing : score_column;
+                if (kTagged && !sums[i].is_there()) missing = column(i);
+              return !kTagged || score.is_there() ? missing : score_column;
             },
             [&](uint32_t missing) {
               if (missing == score_column)
@@ -140,9 +140,9 @@ struct Kernel<AttentionMerge> : KernelDefaults {
 #pragma unroll 1
     for (uint32_t split = 0; split < in.inst.num_splits; ++split) {
       const uint32_t base = (split * heads + column / d) * (d + 2);
-      const float part = read_element(partial, row, base + column % d, in.tag(), word);
-      const float m = read_element(partial, row, base + d, in.tag(), word);
-      const float l = read_element(partial, row, base + d + 1, in.tag(), word);
+      const float part = read_element(partial, row, base + column % d, word);
+      const float m = read_element(partial, row, base + d, word);
+      const float l = read_element(partial, row, base + d + 1, word);
       const float before = highest;
       highest = fmaxf(highest, m);
       const float rescale = factor(before, highest), mine = factor(m, highest);
@@ -176,9 +176,9 @@ struct Kernel<AttentionMerge> : KernelDefaults {
         (j == 0 ? x : y) = value;
       }
       if (whole_words || column >= begin)
-        write_pair(out, row, column, x, y, whole_words || column + 1 < end, in.out_tag());
+        write_pair(out, row, column, x, y, whole_words || column + 1 < end);
       else
-        write_element(out, row, column + 1, y, in.out_tag());
+        write_element(out, row, column + 1, y);
     }
   }
 

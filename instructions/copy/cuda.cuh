@@ -10,17 +10,17 @@ struct Kernel<Copy> : KernelDefaults {
   // [begin, end).
   static __device__ __forceinline__ void write(const Tensor& out, uint32_t row, uint32_t column,
                                                uint32_t begin, uint32_t end, float first,
-                                               float second, uint32_t tag) {
+                                               float second) {
     const bool with_first = column >= begin, with_second = column + 1 < end;
-    if (with_first && with_second) return write_pair(out, row, column, first, second, true, tag);
+    if (with_first && with_second) return write_pair(out, row, column, first, second, true);
     if (is_tagged(out) && !is_f32(out)) {
       // A word of which one element is written keeps the other.
       const uint32_t old = written_word(out, word_at(out, row, column));
       if (!with_first) first = ptx::low_bf16(old);
       if (!with_second) second = ptx::high_bf16(old);
-      return write_pair(out, row, column, first, second, true, tag);
+      return write_pair(out, row, column, first, second, true);
     }
-    write_element(out, row, with_first ? column : column + 1, with_first ? first : second, tag);
+    write_element(out, row, with_first ? column : column + 1, with_first ? first : second);
   }
 
   // Fours that a thread has in flight.
@@ -93,7 +93,7 @@ struct Kernel<Copy> : KernelDefaults {
       for (uint32_t i = 0; i < kFours; ++i) {
         const Four four = {{__uint_as_float(words[i].x), __uint_as_float(words[i].y),
                             __uint_as_float(words[i].z), __uint_as_float(words[i].w)}};
-        to.store(row[i], number[i], four, 0, first + i * kNumConsumerThreads < all);
+        to.store(row[i], number[i], four, first + i * kNumConsumerThreads < all);
       }
     }
   }
@@ -121,8 +121,8 @@ struct Kernel<Copy> : KernelDefaults {
 #pragma unroll
       for (uint32_t j = 0; j < 2; ++j)
         if (column + j >= begin && column + j < end)
-          value[j] = read_element(x, source[0], from + j, in.tag(), in.word(&Copy::x));
-      write(out, row[0], column, begin, end, value[0], value[1], in.out_tag());
+          value[j] = read_element(x, source[0], from + j, in.word(&Copy::x));
+      write(out, row[0], column, begin, end, value[0], value[1]);
     }
   }
 };

@@ -75,9 +75,9 @@ struct Kernel<Embed> : KernelDefaults {
         // NOTE: a tagged word of two bf16 is stored whole even if one of them belongs to another
         // instruction, which stores the same value.
         if (column >= begin || (is_tagged(out) && !is_f32(out)))
-          write_pair(out, row, column, x, y, column + 1 < end, in.out_tag());
+          write_pair(out, row, column, x, y, column + 1 < end);
         else
-          write_element(out, row, column + 1, y, in.out_tag());
+          write_element(out, row, column + 1, y);
       }
     }
   }
@@ -105,7 +105,7 @@ struct Kernel<Embed> : KernelDefaults {
                                                     uint32_t token, uint32_t thread,
                                                     uint32_t threads) {
     const TableRow from(in[&Embed::table], token);
-    const uint32_t end = in.inst.column_end / kUnitRows, tag = in.out_tag();
+    const uint32_t end = in.inst.column_end / kUnitRows;
     const bool scaled = embed::kAnyScaled && in.has(&Embed::out_scaled);
 #pragma unroll 1
     for (uint32_t first = in.inst.column_begin / kUnitRows + thread; first - lane_index() < end;
@@ -138,12 +138,11 @@ struct Kernel<Embed> : KernelDefaults {
         if (scaled) {
           const Tensor &out = in[&Embed::out_scaled], &sums = in[&Embed::out_squares];
           const uint32_t unit = squares_unit(out, sums);
-          if (exists) ColumnPlace(out, column(i)).store_two(row, product, tag);
+          if (exists) ColumnPlace(out, column(i)).store_two(row, product);
           squares = add_neighbours(squares, unit / kUnitRows);
-          if (exists && column(i) % unit == 0)
-            write_element(sums, row, column(i) / unit, squares, tag);
+          if (exists && column(i) % unit == 0) write_element(sums, row, column(i) / unit, squares);
         }
-        if (exists) ColumnPlace(in[&Embed::out], column(i)).store_two(row, value, tag);
+        if (exists) ColumnPlace(in[&Embed::out], column(i)).store_two(row, value);
       }
     }
   }
@@ -171,12 +170,12 @@ struct Kernel<Embed> : KernelDefaults {
       const float y = f32 ? __uint_as_float(raw[i].y) : ptx::high_bf16(raw[i].x);
       if (column < end)
         write_pair(in[&Embed::out_scaled], row, column, x * factor[i][0], y * factor[i][1],
-                   column + 1 < end, in.out_tag());
+                   column + 1 < end);
       float squares = column < end ? x * x : 0.0f;
       if (column + 1 < end) squares = fmaf(y, y, squares);
       squares = add_neighbours(squares, unit / 2);
       if (column < end && column % unit == 0)
-        write_element(in[&Embed::out_squares], row, column / unit, squares, in.out_tag());
+        write_element(in[&Embed::out_squares], row, column / unit, squares);
     }
   }
 

@@ -35,9 +35,9 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
     const float next = __shfl_down_sync(~0u, result, at.apart);
     if (!at.active) return;
     if (early.place.kind == kNone)
-      write_element(in[&GateUp::out], at.row, at.pair, result, in.out_tag());
+      write_element(in[&GateUp::out], at.row, at.pair, result);
     else if (at.pair % 2 == 0)
-      early.place.store(result, next, in.out_tag());
+      early.place.store(result, next);
   }
 
   // ---- Quads: two columns.
@@ -67,7 +67,7 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
 
   __device__ __forceinline__ void store(const QuadAt& at, const OfRow&, const OfQuad& quad,
                                         const Result& result) const {
-    quad.out.store_pair(at.row, 0, result.first, result.second, in.out_tag(), at.active);
+    quad.out.store_pair(at.row, 0, result.first, result.second, at.active);
   }
 
  private:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megavm.instructions.product import Product
+from megavm.instructions.product import Product, group_rows
 from megavm.instructions.step_rows import ROW_INDEX_FAULT
 from megavm.instructions.tiles import (
     check_scaled,
@@ -183,14 +183,21 @@ class Matmul(Product):
         order = super().tag_order(tensors, most_rows)
         if self.addends == NONE:
             return order
-        # Each thread reads the addends that it adds right before it stores its results.
+        # Each thread reads the addends that it adds right before it stores its results. With tagged addends and
+        # results, the kernel of several rows stores nothing before all threads have read theirs.
         results = present(self.out, self.out_scaled, self.out_squares, self.peaks)
         tags = any(tensors[h].tagged for h in results)
         if tensors[self.addends].tagged:
-            if tags or order is TagOrder.BY_MACHINE:
+            if (tags and not self._meets(most_rows, tensors)) or order is TagOrder.BY_MACHINE:
                 return TagOrder.BY_MACHINE
-            return TagOrder.WRITES_EARLY
+            return order if tags else TagOrder.WRITES_EARLY
         return TagOrder.READS_LATE if tags and order is TagOrder.KEPT else order
+
+    def _meets(self, most_rows: int, tensors: Sequence[TensorSpec]) -> bool:
+        """Whether it is finished by the kernel of several rows, all pairs together."""
+        rows = self.row_end - self.row_begin
+        is_one_group = not self.matrix and rows <= group_rows(rows, tensors[self.weight].dtype)
+        return most_rows > 1 and is_one_group and self.passes(most_rows, tensors) == 1
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]

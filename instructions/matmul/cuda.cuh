@@ -110,33 +110,43 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
                 early.residual);
   }
 
+  __device__ __forceinline__ bool completes() const {
+    if (program::kMaxAddends == 0 || !in.has(&Matmul::addends)) return false;
+    bool tags = is_tagged(in[&Matmul::out]) || (keeps() && is_tagged(in[&Matmul::peaks]));
+    if (is_scaled())
+      tags |= is_tagged(in[&Matmul::out_scaled]) || is_tagged(in[&Matmul::out_squares]);
+    return tags;
+  }
+  __device__ __forceinline__ void complete(const PairAt& at, PairSums& sums) const {
+    if constexpr (program::kMaxAddends > 0)
+      if (at.active && in.has(&Matmul::addends)) add_parts(at.row, 2 * at.pair, sums);
+  }
+
   __device__ __forceinline__ void finish(const PairAt& at, const PairSums& sums, const Early& early,
                                          Peak& peak) const {
     PairSums result = {sums.first + early.bias.first + early.residual.first,
                        sums.second + early.bias.second + early.residual.second};
-    const uint32_t column = 2 * at.pair, tag = in.out_tag();
+    const uint32_t column = 2 * at.pair;
     const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
-    if constexpr (program::kMaxAddends > 0)
-      if (at.active && in.has(&Matmul::addends)) add_parts(at.row, column, result);
     if (is_scaled()) {
       // Store these first: readers of this row wait for them.
       if (at.active) {
         const float first = result.first * early.gain.first;
         const float second = result.second * early.gain.second;
         if (early.scaled_place.kind != kNone)
-          early.scaled_place.store(first, second, tag);
+          early.scaled_place.store(first, second);
         else
-          write_columns(in[&Matmul::out_scaled], at.row, column, begin, end, first, second, tag);
+          write_columns(in[&Matmul::out_scaled], at.row, column, begin, end, first, second);
       }
       store_squares(at, column, result);
     }
     if (!at.active) return;
     if (early.place.kind != kNone) {
-      early.place.store(result.first, result.second, tag);
+      early.place.store(result.first, result.second);
     } else {
       const uint32_t to = out_begin();
       write_columns(in[&Matmul::out], at.row, to + column, to + begin, to + end, result.first,
-                    result.second, tag);
+                    result.second);
     }
     if (!keeps()) return;
     if (column >= begin) peak.merge({result.first, column + 1});
@@ -197,7 +207,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
 
   __device__ __forceinline__ void store(const QuadAt& at, const OfRow&, const OfQuad& quad,
                                         const Result& result) const {
-    const uint32_t column = 2 * at.pair, tag = in.out_tag();
+    const uint32_t column = 2 * at.pair;
     if constexpr (program::kAnyOutScaled) {
       // Store these first: readers of this row wait for them. Without a branch, as all stores here.
       const bool active = at.active && is_scaled();
@@ -208,10 +218,10 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       const float (&v)[4] = result.value;
       float squares = fmaf(v[1], v[1], v[0] * v[0]) + fmaf(v[3], v[3], v[2] * v[2]);
       squares = add_neighbours(squares, unit_of_squares() / 4);
-      quad.scaled.store(at.row, 0, scaled, tag, active);
-      quad.squares.store_one(at.row, 0, squares, tag, active && column % unit_of_squares() == 0);
+      quad.scaled.store(at.row, 0, scaled, active);
+      quad.squares.store_one(at.row, 0, squares, active && column % unit_of_squares() == 0);
     }
-    quad.out.store(at.row, 0, result, tag, at.active);
+    quad.out.store(at.row, 0, result, at.active);
   }
 
   __device__ __forceinline__ void keep(uint32_t pair, const Result& result, Peak& peak) const {
@@ -247,7 +257,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
                                 : 0;
     if (lane_index() == 0)
       write_pair(peaks, row, 2 * in.inst.tile, peak.value,
-                 static_cast<float>(before + peak.number - 1), true, in.out_tag());
+                 static_cast<float>(before + peak.number - 1), true);
   }
 
  private:
@@ -280,32 +290,31 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       sum += __shfl_xor_sync(~0u, sum, 2 * at.apart);
     }
     if (at.active && column % unit == 0)
-      write_element(in[&Matmul::out_squares], at.row, column / unit, sum, in.out_tag());
+      write_element(in[&Matmul::out_squares], at.row, column / unit, sum);
   }
 
-  using Columns = Loaded<true, true, 2>;  // two columns of a tensor that may be tagged
+  using Columns = Loaded<true, 2>;  // two columns of a tensor that may be tagged
 
   // Add the elements of two neighbouring columns of a tensor, as far as they are the instruction's.
   // `skipped`: columns of the tensor before column 0 of the result. Waits for tagged words.
   __device__ __forceinline__ void add_columns(const Tensor& from, OperandWord word, uint32_t row,
                                               uint32_t column, uint32_t skipped,
                                               PairSums& sums) const {
-    const uint32_t tag = in.tag(), begin = in.inst.column_begin, end = in.inst.column_end;
+    const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
     const uint32_t at = skipped + column;
     if (is_f32(from) && from.columns % 2 == 0 && at % 2 == 0 && column >= begin &&
         column + 1 < end) {
-      const bool tagged = is_tagged(from);
       Columns words[1];
       megavm::await(
-          Columns::row_of(from, row, tag, word, tagged), words, [](uint32_t) { return true; },
-          [&](uint32_t) { return at; }, tagged);
-      sums.first += words[0].value(0, tagged), sums.second += words[0].value(1, tagged);
+          Columns::row_of(from, row, word), words, [](uint32_t) { return true; },
+          [&](uint32_t) { return at; }, is_tagged(from));
+      sums.first += words[0].value(0), sums.second += words[0].value(1);
       return;
     }
 #pragma unroll 1
     for (uint32_t j = 0; j < 2; ++j)
       if (column + j >= begin && column + j < end)
-        (j ? sums.second : sums.first) += read_element(from, row, at + j, tag, word);
+        (j ? sums.second : sums.first) += read_element(from, row, at + j, word);
   }
 
   // Add the other parts of the product. They complete at about the same time as this one.
@@ -313,7 +322,6 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     const Tensor& addends = in[&Matmul::addends];
     const OperandWord word = in.word(&Matmul::addends);
     const uint32_t size = in[&Matmul::weight].rows, parts = addends.columns / size;
-    const uint32_t tag = in.tag();
     if (!is_tagged(addends) || size % 2 != 0 || column < in.inst.column_begin ||
         column + 1 >= in.inst.column_end) {
 #pragma unroll 1
@@ -324,9 +332,8 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     constexpr uint32_t kMost = max_of(1, program::kMaxAddends);
     Columns words[kMost];
     megavm::await(
-        Columns::row_of(addends, row, tag, word), words,
-        [&](uint32_t part) { return part < parts; },
-        [&](uint32_t part) { return part * size + column; });
+        Columns::row_of(addends, row, word), words, [&](uint32_t part) { return part < parts; },
+        [&](uint32_t part) { return part * size + column; }, true);
 #pragma unroll
     for (uint32_t part = 0; part < kMost; ++part) {
       if (part >= parts) break;

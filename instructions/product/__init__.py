@@ -6,7 +6,7 @@ declarations share the class ``Product``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import kinds, round_up, shapes, squares_of, squares_unit
 from megavm.vm.config import (
@@ -29,10 +29,13 @@ from megavm.vm.config import (
     UNIT_ROWS,
 )
 from megavm.vm.constants import Constant, largest, union
-from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.isa import Instruction, StepShape, TagOrder
 from megavm.vm.layout import has_boxes
 from megavm.vm.operands import Field, present
 from megavm.vm.tensors import BF16, F32, DType, TensorSpec
+
+# Columns of bfloat16 that the GPU's kernel of several rows holds at a time.
+_WORDS_COLUMNS = ROWS_CHUNK_PAGES * TILES_PER_PAGE * TILE_ROW_BYTES // BF16.size
 
 # On the CPU.
 _ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
@@ -157,9 +160,7 @@ class Product(Instruction, is_base=True):
             return TagOrder.KEPT if once and not awaited else TagOrder.READS_LATE
         weight = tensors[self.weight]
         groups = -(-rows // (1 if most_rows <= 1 else group_rows(rows, weight.dtype)))
-        # Blocks or passes: a kernel for more rows has more of them.
-        kernel_rows = group_rows(most_rows, weight.dtype)
-        blocks = -(-units * kernel_rows // (BLOCK_UNITS * MIN_GROUP_ROWS))
+        blocks = self.passes(most_rows, tensors)
         if groups > 1 and tagged:
             return TagOrder.BY_MACHINE
         if blocks > 1 and any(h in awaited for h in tagged):
@@ -170,6 +171,25 @@ class Product(Instruction, is_base=True):
         chunked = row_bytes > pages * TILES_PER_PAGE * TILE_ROW_BYTES
         late = groups > 1 or (chunked and units > BLOCK_UNITS) or (blocks > 1 and awaited)
         return TagOrder.READS_LATE if late else TagOrder.KEPT
+
+    @classmethod
+    def prefers_words(cls, operand: str, operands: Collection[str], shape: StepShape) -> bool:
+        if shape.rows == 1:
+            return True
+        # Kernels of several rows leave a tagged residual to the machine, and the words of rows that are
+        # gathered. Of wide inputs they hold only a part of the columns, and look at them in several turns.
+        if operand not in ("x", "x_squares") or "row_index" in operands:
+            return False
+        few = shape.rows <= MAX_GROUP_ROWS and shape.columns <= _WORDS_COLUMNS
+        return few and shape.ranks == 1
+
+    def passes(self, most_rows: int, tensors: Sequence[TensorSpec]) -> int:
+        """How often its GPU kernel finishes a part of its pairs, if it takes rows in groups.
+
+        A kernel for more rows has more such parts: blocks, or passes of a block.
+        """
+        kernel_rows = group_rows(most_rows, tensors[self.weight].dtype)
+        return -(-self._units() * kernel_rows // (BLOCK_UNITS * MIN_GROUP_ROWS))
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight = tensors[self.x], tensors[self.weight]

@@ -21,6 +21,10 @@
 //                                                 multiple of kMoveRows
 //   void await(row, pair, Early&) const;          fetch what other instructions store, and wait for
 //                                                 it. The instruction's waits are over
+//   bool completes() const;                       whether `complete` waits, and is to be over in
+//   all
+//                                                 threads before one of them stores results
+//   void complete(at, PairSums&) const;           add to the sums what completes when they do
 //   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of a warp
 //                                                 call it together
 //   bool keeps() const;                           whether `end` has work
@@ -95,6 +99,8 @@ struct EpilogueBase {
   const Operands<Instruction> in;
 
   __device__ __forceinline__ explicit EpilogueBase(const Stage& stage) : in(stage) {}
+  __device__ __forceinline__ bool completes() const { return false; }
+  __device__ __forceinline__ void complete(const PairAt&, PairSums&) const {}
 
   __device__ __forceinline__ OperandWord word_if_there(uint32_t Instruction::* operand) const {
     return in.has(operand) ? in.word(operand) : kNone;
@@ -241,13 +247,13 @@ __device__ __forceinline__ PairPlace place_of(const Tensor& out, uint32_t row, u
 // Store two neighbouring columns, the first of them even, as far as they lie in [begin, end).
 __device__ __forceinline__ void write_columns(const Tensor& out, uint32_t row, uint32_t column,
                                               uint32_t begin, uint32_t end, float first,
-                                              float second, uint32_t tag) {
+                                              float second) {
   if (column >= begin && column + 1 < end)
-    write_pair(out, row, column, first, second, true, tag);
+    write_pair(out, row, column, first, second, true);
   else if (column >= begin && column < end)
-    write_element(out, row, column, first, tag);
+    write_element(out, row, column, first);
   else if (column + 1 >= begin && column + 1 < end)
-    write_element(out, row, column + 1, second, tag);
+    write_element(out, row, column + 1, second);
 }
 
 }  // namespace megavm

@@ -120,10 +120,10 @@ class MatrixFinisher : MatrixSizes {
               from + staged_at((number - rows.first) % kStagedRows, 2 * lane_index()));
           float scale = 1.0f;
           if (product.x_squares != kNone) scale = scale_of_row(number);
-          const PairSums pair_sums = {__uint_as_float(words.x) * scale,
-                                      __uint_as_float(words.y) * scale};
-          epilogue.finish({rows_.first + number, pair, is_active(j), 1}, pair_sums, of_row[j],
-                          kept[j]);
+          PairSums pair_sums = {__uint_as_float(words.x) * scale, __uint_as_float(words.y) * scale};
+          const PairAt at = {rows_.first + number, pair, is_active(j), 1};
+          epilogue.complete(at, pair_sums);
+          epilogue.finish(at, pair_sums, of_row[j], kept[j]);
         }
         if constexpr (kWordsOf<Kept> > 0)
           if (epilogue.keeps()) keep_of_lanes(kept, row, kRowStep);

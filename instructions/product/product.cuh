@@ -164,9 +164,9 @@ __device__ __forceinline__ void read_ragged(const Stage& stage, const Product& p
                                             uint32_t column, float (&value)[kCount]) {
 #pragma unroll
   for (uint32_t j = 0; j < kCount; ++j)
-    value[j] = column + j < p.tiling.k ? read_element(stage.tensors[p.x], row,
-                                                      p.first_column() + column + j, stage.tag, p.x)
-                                       : 0.0f;
+    value[j] = column + j < p.tiling.k
+                   ? read_element(stage.tensors[p.x], row, p.first_column() + column + j, p.x)
+                   : 0.0f;
 }
 
 // ---- Scales and partial sums, which the consumers leave in one half of the scratch.

@@ -222,6 +222,7 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
     hold_stores(1);
     sums.first *= scale, sums.second *= scale;
     __syncwarp();
+    epilogue.complete({row, pair, active, 1}, sums);
     epilogue.finish({row, pair, active, 1}, sums, early, kept);
     storer.sums.finished().arrive_together();
     storer.sums.advance();

@@ -8,8 +8,8 @@ namespace megavm {
 constexpr uint32_t kLaneColumns = kTileColumns / 8;  // columns of a tile that a lane converts
 
 // The columns of a tile that a lane converts, as loaded from memory.
-template <bool kF32, bool kTagged>
-using RawInput = Loaded<kF32, kTagged, kLaneColumns>;
+template <bool kF32>
+using RawInput = Loaded<kF32, kLaneColumns>;
 
 // The *panel*: the row of x, or a chunk of it, in shared memory. It has the element type of the
 // weights, and the order of operand A (see product.cuh).
@@ -61,7 +61,7 @@ struct Panel {
   }
 };
 
-// The row of x on its way to the panel: a lane's loads in flight, whose tags are not yet checked.
+// The row of x on its way to the panel: a lane's loads in flight, which are not yet checked.
 class RowInput {
  public:
   __device__ __forceinline__ RowInput(const Panel& panel, const Product& input, bool live)
@@ -94,14 +94,7 @@ class RowInput {
   }
 
  private:
-  static constexpr uint32_t kWords = 8;  // Words4 that a lane has in flight
-
-  template <bool kF32, bool kTagged>
-  static constexpr uint32_t kEach = RawInput<kF32, kTagged>::kFours;
-  template <bool kF32, bool kTagged>
-  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages of 1 or 2 chunks
-  template <bool kF32, bool kTagged>
-  static constexpr uint32_t kPageStride = kPageColumns * RawInput<kF32, kTagged>::column_bytes();
+  static constexpr uint32_t kBatch = 8;  // pages of which a lane has its columns in flight
 
   // Call the visitor for the kind of x. Only kinds that the program has are compiled.
   template <class Visitor>
@@ -121,46 +114,37 @@ class RowInput {
     return panel_.column >= k ? 0 : min_of(pages, ceil_div(k - panel_.column, kPageColumns));
   }
 
-  template <bool kF32, bool kTagged>
-  __device__ __forceinline__ RawInput<kF32, kTagged> raw(uint32_t i) const {
-    RawInput<kF32, kTagged> found;
-#pragma unroll
-    for (uint32_t j = 0; j < kEach<kF32, kTagged>; ++j)
-      found.raw[j] = words_[i * kEach<kF32, kTagged> + j];
-    return found;
+  template <bool kF32>
+  __device__ __forceinline__ RawInput<kF32> raw(uint32_t i) const {
+    static_assert(RawInput<kF32>::kFours == 1);
+    return {{words_[i]}};
   }
 
-  template <bool kF32, bool kTagged>
-  __device__ __forceinline__ void set(uint32_t i, const RawInput<kF32, kTagged>& raw) {
-#pragma unroll
-    for (uint32_t j = 0; j < kEach<kF32, kTagged>; ++j)
-      words_[i * kEach<kF32, kTagged> + j] = raw.raw[j];
-  }
-
-  // Reset the words to a tag that is not the step's, so that all count as missing.
+  // Make all words empty.
   __device__ __forceinline__ void forget() {
 #pragma unroll
     for (ptx::Words4& words : words_) {
-      words = ptx::zero4();
-      words.y = ~panel_.stage.tag;
+      Loaded<true, 4> all;
+      all.forget();
+      words = all.raw[0];
     }
   }
 
   // Load the missing words of the batch that begins at this page.
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void load_missing(uint32_t begin) {
-    constexpr uint32_t kStride = kPageStride<kF32, kTagged>;
+    constexpr uint32_t kBytes = RawInput<kF32>::kColumnBytes, kStride = kPageColumns * kBytes;
     const Tensor& x = panel_.x();
-    const uint64_t from = base_of(x) + (static_cast<uint64_t>(row_) * x.columns +
-                                        input_.first_column() + panel_.column) *
-                                           (kStride / kPageColumns);
-    const uint32_t pages = this->pages(), tag = panel_.stage.tag;
+    const uint64_t from =
+        base_of(x) +
+        (static_cast<uint64_t>(row_) * x.columns + input_.first_column() + panel_.column) * kBytes;
+    const uint32_t pages = this->pages();
 #pragma unroll
-    for (uint32_t i = 0; i < kBatch<kF32, kTagged>; ++i) {
-      RawInput<kF32, kTagged> now = raw<kF32, kTagged>(i);
-      if (begin + i < pages && (!kTagged || !now.has(tag))) {
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      RawInput<kF32> now = raw<kF32>(i);
+      if (begin + i < pages && (!kTagged || !now.is_there())) {
         now.load(from + begin * kStride + i * kStride);
-        set<kF32, kTagged>(i, now);
+        words_[i] = now.raw[0];
       }
     }
   }
@@ -168,28 +152,27 @@ class RowInput {
   // Wait for all words of the batch that begins at this page.
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void wait(uint32_t begin) {
-    constexpr uint32_t kBatch = RowInput::kBatch<kF32, kTagged>;
-    const uint32_t pages = this->pages(), tag = panel_.stage.tag;
+    const uint32_t pages = this->pages();
     await([&] { load_missing<kF32, kTagged>(begin); },
           [&] {
             uint32_t missing = kNone;
 #pragma unroll
             for (uint32_t i = 0; i < kBatch; ++i)
-              if (begin + i < pages && !raw<kF32, kTagged>(i).has(tag)) missing = i;
+              if (kTagged && begin + i < pages && !raw<kF32>(i).is_there()) missing = i;
             return missing;
           },
           [&](uint32_t missing) {
-            using Raw = RawInput<kF32, kTagged>;
+            using Raw = RawInput<kF32>;
             Raw::find_missing(
-                Raw::row_of(panel_.x(), row_, tag, input_.x),
+                Raw::row_of(panel_.x(), row_, input_.x),
                 input_.first_column() + panel_.column + (begin + missing) * kPageColumns);
           });
   }
 
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fill(uint32_t chunk) {
-    static_assert(kBatch<kF32, kTagged> % kRowChunkPages == 0);
-    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kRowChunkPages;  // chunks in a batch
+    static_assert(kBatch % kRowChunkPages == 0);
+    constexpr uint32_t kChunks = kBatch / kRowChunkPages;  // chunks in a batch
     const uint32_t begin = chunk * kRowChunkPages;
     if (chunk % kChunks == 0) {
       if (!kOneChunk && asked_) forget();
@@ -197,20 +180,20 @@ class RowInput {
       wait<kF32, kTagged>(begin);
     }
     if (kChunks == 1 || chunk % 2 == 0)
-      put<kF32, kTagged, 0>(begin);
+      put<kF32, 0>(begin);
     else
-      put<kF32, kTagged, kRowChunkPages>(begin);
+      put<kF32, kRowChunkPages>(begin);
   }
 
   // Store the words from number `kFirst` on to the panel, as the chunk that begins at this page:
   // whole pages, with zeros beyond the last column.
-  template <bool kF32, bool kTagged, uint32_t kFirst>
+  template <bool kF32, uint32_t kFirst>
   __device__ __forceinline__ void put(uint32_t begin) {
     const uint32_t pages = input_.tiling.pages();
 #pragma unroll
     for (uint32_t i = 0; i < kChunkPages; ++i) {
       if (begin + i >= pages) break;
-      RawInput<kF32, kTagged> now = raw<kF32, kTagged>((kFirst + i) % kBatch<kF32, kTagged>);
+      RawInput<kF32> now = raw<kF32>((kFirst + i) % kBatch);
       if (program::kAnyPartialPages && begin + i >= this->pages()) now = {};
       if constexpr (!kF32 && !kF32Weights) {
         panel_.put(i, now.word(0), now.word(1));
@@ -227,7 +210,7 @@ class RowInput {
   const Product& input_;
   uint32_t row_;
   bool asked_ = false;  // whether words_ holds a batch that was waited for
-  ptx::Words4 words_[kWords];
+  ptx::Words4 words_[kBatch];
 };
 
 }  // namespace megavm

@@ -34,7 +34,7 @@ class RowSquares {
     if constexpr (kRagged) {
 #pragma unroll 1
       for (uint32_t c = lane_index(); c < squares().columns; c += kLanes)
-        sum += read_element(squares(), row_[i], c, stage_.tag, input_.x_squares);
+        sum += read_element(squares(), row_[i], c, input_.x_squares);
     } else {
 #pragma unroll 1
       for (uint32_t begin = 0; begin * kLanes * 4 < squares().columns; begin += kBatch) {
@@ -57,14 +57,14 @@ class RowSquares {
   static constexpr uint32_t kBatch = 2;
   static constexpr bool kRagged = program::kAnySquares & 4;  // some counts are not multiples of 4
   static constexpr bool kMayBeTagged = program::kAnySquares & 2;
-  using FourSquares = Loaded<true, kMayBeTagged, 4>;
+  using FourSquares = Loaded<true, 4>;
 
   __device__ __forceinline__ const Tensor& squares() const {
     return stage_.tensors[input_.x_squares];
   }
   __device__ __forceinline__ bool tagged() const { return kMayBeTagged && is_tagged(squares()); }
   __device__ __forceinline__ SourceRow source(uint32_t i) const {
-    return FourSquares::row_of(squares(), row_[i], stage_.tag, input_.x_squares, tagged());
+    return FourSquares::row_of(squares(), row_[i], input_.x_squares);
   }
   static __device__ __forceinline__ uint32_t column(uint32_t i) {
     return (i * kLanes + lane_index()) * 4;
@@ -75,23 +75,19 @@ class RowSquares {
   // the first has arrived, in case that its registers are still being loaded.
   __device__ __forceinline__ void forget(uint32_t i) {
 #pragma unroll
-    for (FourSquares& four : four_[i])
-#pragma unroll
-      for (ptx::Words4& words : four.raw) words = ptx::zero4();
+    for (FourSquares& four : four_[i]) four.forget();
   }
 
   __device__ __forceinline__ void load(uint32_t i, uint32_t begin) {
 #pragma unroll
     for (uint32_t j = 0; j < kBatch; ++j)
       if (exists(begin + j))
-        four_[i][j].load(
-            source(i).address + uint64_t{column(begin + j)} * FourSquares::column_bytes(tagged()),
-            tagged());
+        four_[i][j].load(source(i).address +
+                         uint64_t{column(begin + j)} * FourSquares::kColumnBytes);
   }
 
   __device__ __forceinline__ float sum_of(const FourSquares& four) const {
-    return four.value(0, tagged()) + four.value(1, tagged()) +
-           (four.value(2, tagged()) + four.value(3, tagged()));
+    return four.value(0) + four.value(1) + (four.value(2) + four.value(3));
   }
 
   // Reload the squares that are missing until all have arrived.
@@ -99,7 +95,7 @@ class RowSquares {
     if (!tagged()) return;
     await<true>(
         source(i), four_[i], [&](uint32_t j) { return exists(begin + j); },
-        [&](uint32_t j) { return column(begin + j); });
+        [&](uint32_t j) { return column(begin + j); }, true);
   }
 
   const Stage& stage_;

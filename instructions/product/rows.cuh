@@ -327,6 +327,14 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
             if (is_last) {
               total.first *= scale, total.second *= scale;
               my.at.active &= my.share.part == 0;
+              if constexpr (program::kMaxAddends > 0) {
+                bool meets = false;
+                with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+                  epilogue.complete(my.at, total);
+                  meets = epilogue.completes();
+                });
+                if (meets) consumer.sync();
+              }
               with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
                 auto so_far = kept.template get<typename Epilogue<I>::Kept>();
                 epilogue.finish(my.at, total, looked_up.template get<typename Epilogue<I>::Early>(),

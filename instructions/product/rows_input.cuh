@@ -39,7 +39,7 @@ class RowsInput {
   }
 
   // Fetch a chunk of the group's rows. `live`: whether any of them is live. Tagged words are not
-  // waited for otherwise: those of dead rows might never be tagged.
+  // waited for otherwise: those of dead rows might never be there.
   __device__ __forceinline__ void fetch(uint32_t chunk, bool live) {
     const Tensor& x = this->x();
     if constexpr (program::kAnyRaggedK) {
@@ -101,15 +101,14 @@ class RowsInput {
 
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fetch(uint32_t chunk) {
-    using Raw = Loaded<kF32, kTagged, kPieceColumns>;
-    // Tiles whose pieces a lane has in flight: all loads are issued before any tag is checked.
-    constexpr uint32_t kBatch = min_of(kChunkTiles, 64 / Raw::kRegisters);
+    using Raw = Loaded<kF32, kPieceColumns>;
+    // Tiles whose pieces a lane has in flight: all loads are issued before any word is checked.
+    constexpr uint32_t kBatch = min_of(kChunkTiles, 64 / Raw::kWords);
     static_assert(kChunkTiles % kBatch == 0);
-    constexpr uint32_t kBytes = Raw::column_bytes();
+    constexpr uint32_t kBytes = Raw::kColumnBytes;
     SourceRow from[kGroupEights];
 #pragma unroll
-    for (uint32_t e = 0; e < kGroupEights; ++e)
-      from[e] = Raw::row_of(x(), x_row_[e], stage_.tag, input_.x);
+    for (uint32_t e = 0; e < kGroupEights; ++e) from[e] = Raw::row_of(x(), x_row_[e], input_.x);
 #pragma unroll
     for (uint32_t first = 0; first < kChunkTiles; first += kBatch) {
       Raw raw[kGroupEights][kBatch];
@@ -130,7 +129,8 @@ class RowsInput {
         for (uint32_t e = 0; e < kGroupEights; ++e)
           await<true>(
               from[e], raw[e], [&](uint32_t i) { return exists(column[i]); },
-              [&](uint32_t i) { return input_.first_column() + lane_column(chunk, first + i); });
+              [&](uint32_t i) { return input_.first_column() + lane_column(chunk, first + i); },
+              true);
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         ptx::Words4 piece[kGroupEights];

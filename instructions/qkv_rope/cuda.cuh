@@ -117,7 +117,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     if (!at.active) return;
     if (early.alone) return store_alone(at.row, at.pair, low, high);
     const float first = even ? low : other, second = even ? other : high;
-    if (early.place.kind != kNone) early.place.store(first, second, in.out_tag());
+    if (early.place.kind != kNone) early.place.store(first, second);
     if (early.cached != 0) ptx::store(early.cached, ptx::pack_bf16(first, second));
   }
 
@@ -189,8 +189,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     for (uint32_t side = 0; side < 2; ++side) {
       const PairSums& v = result.side[side];
       const uint32_t further = side * head.half;
-      quad.copy.store_pair(at.row, further, v.first, v.second, in.out_tag(),
-                           at.active && quad.copy.address != 0);
+      quad.copy.store_pair(at.row, further, v.first, v.second, at.active && quad.copy.address != 0);
       const uint32_t column = cache_column(cache, head, of_row.number(), head.j + further);
       ptx::store(element_at(cache, of_row.block, column), ptx::pack_bf16(v.first, v.second),
                  at.active && head.part > 0);
@@ -224,11 +223,10 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
       const uint32_t e = head.j + side * head.half;
       const float value = side ? high : low;
       const OperandWord copy = copy_of(head);
-      if (copy != kNone)
-        write_element(in.stage.tensors[copy], row, head.column(e), value, in.out_tag());
+      if (copy != kNone) write_element(in.stage.tensors[copy], row, head.column(e), value);
       if (head.part > 0)
         write_element(cache_of(head), slot.block,
-                      cache_column(cache_of(head), head, slot.number(), e), value, 0);
+                      cache_column(cache_of(head), head, slot.number(), e), value);
     }
   }
 };

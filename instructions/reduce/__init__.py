@@ -16,7 +16,7 @@ from megavm.instructions.tiles import (
 )
 from megavm.vm.config import MIN_GROUP_ROWS, NONE, NUM_CONSUMER_WARPS
 from megavm.vm.constants import Constant, union
-from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.isa import Instruction, StepShape, TagOrder
 from megavm.vm.operands import integer, present, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
@@ -81,9 +81,9 @@ class Reduce(Instruction):
         return tile * self.num_parts(tensors)
 
     @classmethod
-    def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
+    def prefers_words(cls, operand: str, operands: Collection[str], shape: StepShape) -> bool:
         # One worker reads each word, but of many rows the storer would have to handle the words.
-        return rows <= MIN_GROUP_ROWS
+        return shape.rows <= MIN_GROUP_ROWS
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         results = self.out, self.out_scaled, self.out_squares

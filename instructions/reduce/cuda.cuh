@@ -22,9 +22,9 @@ struct Kernel<Reduce> : KernelDefaults {
     const uint32_t size = own_columns(in[&Reduce::out]);
     const OperandWord word = in.word(&Reduce::parts);
     if (size % 2 == 0) {
-      using Words = Loaded<true, true, 2>;
+      using Words = Loaded<true, 2>;
       const bool tagged = is_tagged(parts);
-      const SourceRow from = Words::row_of(parts, row, in.tag(), word, tagged);
+      const SourceRow from = Words::row_of(parts, row, word);
       Pair sum{0.0f, 0.0f};
 #pragma unroll 1
       for (uint32_t first = column; first < parts.columns; first += kBatch * size) {
@@ -36,19 +36,19 @@ struct Kernel<Reduce> : KernelDefaults {
         for (uint32_t i = 0; i < kBatch; ++i) {
           if (!exists(i)) continue;
           const bool begins = first == column && i == 0;
-          const float x = raw[i].value(0, tagged), y = raw[i].value(1, tagged);
+          const float x = raw[i].value(0), y = raw[i].value(1);
           sum.x = begins ? x : sum.x + x;
           sum.y = begins ? y : sum.y + y;
         }
       }
       return sum;
     }
-    Pair sum{read_element(parts, row, column, in.tag(), word), 0.0f};
-    if (with_second) sum.y = read_element(parts, row, column + 1, in.tag(), word);
+    Pair sum{read_element(parts, row, column, word), 0.0f};
+    if (with_second) sum.y = read_element(parts, row, column + 1, word);
 #pragma unroll 1
     for (uint32_t at = column + size; at < parts.columns; at += size) {
-      sum.x += read_element(parts, row, at, in.tag(), word);
-      if (with_second) sum.y += read_element(parts, row, at + 1, in.tag(), word);
+      sum.x += read_element(parts, row, at, word);
+      if (with_second) sum.y += read_element(parts, row, at + 1, word);
     }
     return sum;
   }
@@ -72,36 +72,34 @@ struct Kernel<Reduce> : KernelDefaults {
   static __device__ __forceinline__ void store(const Operands<Reduce>& in, bool exists,
                                                uint32_t row, uint32_t column, bool with_second,
                                                const Pair& sum, const Pair& gain) {
-    const uint32_t tag = in.out_tag();
     if (in.has(&Reduce::out_scaled)) {
       // Store these first: readers of this row wait for them.
       float squares = 0.0f;
       if (exists) {
         write_pair(in[&Reduce::out_scaled], row, column, sum.x * gain.x, sum.y * gain.y,
-                   with_second, tag);
+                   with_second);
         squares = fmaf(sum.y, sum.y, sum.x * sum.x);
       }
       const uint32_t group = group_of(in);
       squares = add_neighbours(squares, group);
       if (exists && lane_index() % group == 0)
-        write_element(in[&Reduce::out_squares], row, column / (2 * group), squares, tag);
+        write_element(in[&Reduce::out_squares], row, column / (2 * group), squares);
     }
-    if (exists) write_pair(in[&Reduce::out], row, column, sum.x, sum.y, with_second, tag);
+    if (exists) write_pair(in[&Reduce::out], row, column, sum.x, sum.y, with_second);
   }
 
   // The sum of everything that is added. `gain` is looked up meanwhile.
   static __device__ __forceinline__ Pair add_up(const Operands<Reduce>& in, uint32_t row,
                                                 uint32_t column, bool with_second, Pair& gain) {
     // Residual and bias are on their way while the parts are awaited.
-    using Words = Loaded<true, true, 2>;
+    using Words = Loaded<true, 2>;
     const Tensor& residual = in[&Reduce::residual];
     const OperandWord word = in.word(&Reduce::residual);
     const bool is_pair = in.has(&Reduce::residual) && is_f32(residual) && residual.columns % 2 == 0;
     const bool tagged = is_pair && is_tagged(residual);
-    const SourceRow from = Words::row_of(residual, row, in.tag(), word, tagged);
+    const SourceRow from = Words::row_of(residual, row, word);
     Words added[1] = {};
-    if (is_pair)
-      added[0].load(from.address + uint64_t{column} * Words::column_bytes(tagged), tagged);
+    if (is_pair) added[0].load(from.address + uint64_t{column} * Words::kColumnBytes);
     gain = constants(in, &Reduce::out_gain, column, with_second);
     const Pair bias = constants(in, &Reduce::bias, column, with_second);
     Pair sum = sum_of(in, row, column, with_second);
@@ -109,10 +107,10 @@ struct Kernel<Reduce> : KernelDefaults {
     if (is_pair) {
       await<true>(
           from, added, [](uint32_t) { return true; }, [&](uint32_t) { return column; }, tagged);
-      sum.x += added[0].value(0, tagged), sum.y += added[0].value(1, tagged);
+      sum.x += added[0].value(0), sum.y += added[0].value(1);
     } else if (in.has(&Reduce::residual)) {
-      sum.x += read_element(residual, row, column, in.tag(), word);
-      if (with_second) sum.y += read_element(residual, row, column + 1, in.tag(), word);
+      sum.x += read_element(residual, row, column, word);
+      if (with_second) sum.y += read_element(residual, row, column + 1, word);
     }
     return sum;
   }
@@ -168,7 +166,7 @@ struct Kernel<Reduce> : KernelDefaults {
                                                       uint32_t column, const Apart& apart,
                                                       uint32_t live) {
     constexpr uint32_t kF32 = 2;  // as a kind of ColumnPlace
-    const uint32_t size = own_columns(in[&Reduce::out]), tag = in.out_tag();
+    const uint32_t size = own_columns(in[&Reduce::out]);
     const uint32_t all_parts = in[&Reduce::parts].columns;
     const Tensor& gains = in[&Reduce::out_gain];
     const ColumnPlace<kF32> before(in[&Reduce::residual], column);
@@ -226,9 +224,9 @@ struct Kernel<Reduce> : KernelDefaults {
       for (uint32_t i = 0; i < 4; ++i) product.value[i] *= sum[q].value[i];
       // Store these first: readers of this row wait for them.
       const bool scaling = exists[q] && scales(in);
-      scaled.store(own, further, product, tag, scaling);
-      sums.store_one(own, unit_of(4 * further), squares[q], tag, scaling && begins_unit);
-      out.store(own, further, sum[q], tag, exists[q]);
+      scaled.store(own, further, product, scaling);
+      sums.store_one(own, unit_of(4 * further), squares[q], scaling && begins_unit);
+      out.store(own, further, sum[q], exists[q]);
     }
   }
 

@@ -12,17 +12,17 @@ struct Kernel<RmsNorm> : KernelDefaults {
 
   // Call use(column, first, second) for the pairs `begin`, begin + kLanes, ... below `end` of a
   // row, as soon as they have arrived.
-  template <bool kF32, bool kTagged, class Use>
+  template <bool kF32, class Use>
   static __device__ __forceinline__ void each_pair(const Operands<RmsNorm>& in, uint32_t row,
                                                    uint32_t begin, uint32_t end, Use&& use) {
-    using Pair = Loaded<kF32, kTagged, 2>;
-    const SourceRow from = Pair::row_of(in[&RmsNorm::x], row, in.tag(), in.word(&RmsNorm::x));
+    using Pair = Loaded<kF32, 2>;
+    const SourceRow from = Pair::row_of(in[&RmsNorm::x], row, in.word(&RmsNorm::x));
 #pragma unroll 1
     for (uint32_t pair = begin; pair < end; pair += kBatch * kLanes) {
       Pair raw[kBatch] = {};
       const auto exists = [&](uint32_t i) { return pair + i * kLanes < end; };
       const auto column = [&](uint32_t i) { return (pair + i * kLanes) * 2; };
-      await(from, raw, exists, column);
+      await(from, raw, exists, column, is_tagged(in[&RmsNorm::x]));
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i)
         if (exists(i)) use(column(i), raw[i].value(0), raw[i].value(1));
@@ -46,23 +46,22 @@ struct Kernel<RmsNorm> : KernelDefaults {
   }
 
   // This warp's share of a row of even width.
-  template <bool kF32, bool kTagged>
+  template <bool kF32>
   static __device__ __forceinline__ void even_row(const Operands<RmsNorm>& in, uint32_t row,
                                                   uint32_t part, uint32_t parts) {
     const uint32_t pairs = in[&RmsNorm::x].columns / 2;
     float squares = 0.0f;
-    each_pair<kF32, kTagged>(in, row, lane_index(), pairs, [&](uint32_t, float x, float y) {
+    each_pair<kF32>(in, row, lane_index(), pairs, [&](uint32_t, float x, float y) {
       squares = fmaf(x, x, squares);
       squares = fmaf(y, y, squares);
     });
     const float scale = scale_of(in, squares);
     const uint32_t size = ceil_div(pairs, parts), begin = part * size;
-    each_pair<kF32, kTagged>(in, row, begin + lane_index(), min_of(begin + size, pairs),
-                             [&](uint32_t column, float x, float y) {
-                               write_pair(in[&RmsNorm::out], row, column,
-                                          x * scale * gain(in, column),
-                                          y * scale * gain(in, column + 1), true, in.out_tag());
-                             });
+    each_pair<kF32>(in, row, begin + lane_index(), min_of(begin + size, pairs),
+                    [&](uint32_t column, float x, float y) {
+                      write_pair(in[&RmsNorm::out], row, column, x * scale * gain(in, column),
+                                 y * scale * gain(in, column + 1), true);
+                    });
   }
 
   // This warp's share of a row, element by element. A tagged row of odd width is float32.
@@ -73,14 +72,14 @@ struct Kernel<RmsNorm> : KernelDefaults {
     float squares = 0.0f;
 #pragma unroll 1
     for (uint32_t c = lane_index(); c < k; c += kLanes) {
-      const float value = read_element(x, row, c, in.tag(), in.word(&RmsNorm::x));
+      const float value = read_element(x, row, c, in.word(&RmsNorm::x));
       squares = fmaf(value, value, squares);
     }
     const float scale = scale_of(in, squares);
 #pragma unroll 1
     for (uint32_t c = part * kLanes + lane_index(); c < k; c += parts * kLanes) {
-      const float value = read_element(x, row, c, in.tag(), in.word(&RmsNorm::x));
-      write_element(in[&RmsNorm::out], row, c, value * scale * gain(in, c), in.out_tag());
+      const float value = read_element(x, row, c, in.word(&RmsNorm::x));
+      write_element(in[&RmsNorm::out], row, c, value * scale * gain(in, c));
     }
   }
 
@@ -97,14 +96,10 @@ struct Kernel<RmsNorm> : KernelDefaults {
     for (uint32_t row = inst.row_begin + consumer.warp() / parts; row < live; row += step) {
       if (x.columns % 2)
         odd_row(in, row, part, parts);
-      else if (is_f32(x) && is_tagged(x))
-        even_row<true, true>(in, row, part, parts);
       else if (is_f32(x))
-        even_row<true, false>(in, row, part, parts);
-      else if (is_tagged(x))
-        even_row<false, true>(in, row, part, parts);
+        even_row<true>(in, row, part, parts);
       else
-        even_row<false, false>(in, row, part, parts);
+        even_row<false>(in, row, part, parts);
     }
   }
 };

@@ -20,8 +20,8 @@ struct Kernel<Sample> : KernelDefaults {
     const Tensor& values = in[operand];
     const uint32_t count = values.columns / kColumns, lane = lane_index();
     const bool tagged = is_tagged(values);
-    using Source = Loaded<true, true, kColumns>;
-    const SourceRow from = Source::row_of(values, row.row, in.tag(), in.word(operand), tagged);
+    using Source = Loaded<true, kColumns>;
+    const SourceRow from = Source::row_of(values, row.row, in.word(operand));
     uint64_t best = 0;
     bool unordered = false;
 #pragma unroll 1
@@ -33,10 +33,10 @@ struct Kernel<Sample> : KernelDefaults {
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         if (!exists(i)) continue;
-        const float value = raw[i].value(0, tagged);
+        const float value = raw[i].value(0);
         unordered |= value != value;
         const uint32_t token =
-            kPeaks ? static_cast<uint32_t>(raw[i].value(kColumns - 1, tagged)) : first + i * kLanes;
+            kPeaks ? static_cast<uint32_t>(raw[i].value(kColumns - 1)) : first + i * kLanes;
         const uint64_t other = candidate(value, token);
         best = other > best ? other : best;
       }
@@ -53,8 +53,8 @@ struct Kernel<Sample> : KernelDefaults {
     const auto operand = in.has(&Sample::peaks) ? &Sample::peaks : &Sample::logits;
     const Tensor& values = in[operand];
     if (!is_tagged(values)) return;
-    using Source = Loaded<true, true, 1>;
-    const SourceRow from = Source::row_of(values, row, in.tag(), in.word(operand), true);
+    using Source = Loaded<true, 1>;
+    const SourceRow from = Source::row_of(values, row, in.word(operand));
 #pragma unroll 1
     for (uint32_t first = lane_index(); first < values.columns; first += kBatch * kLanes) {
       Source raw[kBatch] = {};

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation, Value, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
+from megavm.vm.isa import StepShape
 from megavm.vm.tensors import DType, TensorKind, TensorSpec
 
 
@@ -124,11 +125,23 @@ def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Val
         outputs.difference_update(_untaggable(operation))
     if options.exchange == "tagged":
         return outputs
-    rows = max((value.rows for value in outputs if value.spec is None), default=0)
+    shape = StepShape(
+        rows=max((value.rows for value in outputs if value.spec is None), default=0),
+        columns=max(
+            (o.inputs["x"].columns for o in operations if "x_squares" in o.inputs), default=0
+        ),
+        ranks=max((value.shares for value in outputs), default=1),
+    )
     for operation in operations:
         reader = instruction_of(operation.kind)
-        if reader is not None and not reader.prefers_words(operation.inputs.keys(), rows):
-            outputs.difference_update(operation.inputs.values())
+        if reader is None:
+            continue
+        names = operation.inputs.keys()
+        outputs.difference_update(
+            value
+            for name, value in operation.inputs.items()
+            if not reader.prefers_words(name, names, shape)
+        )
     return outputs
 
 

@@ -110,7 +110,7 @@ def test_structs_lie_in_cpp_as_in_numpy_and_ctypes(tmp_path: Path) -> None:
     made = launch.LAUNCH.ctypes_class()
     fields = launch.LAUNCH.dtype().fields
     assert fields is not None
-    assert ctypes.sizeof(made) == launch.LAUNCH.size == 152
+    assert ctypes.sizeof(made) == launch.LAUNCH.size == 168
     assert {name: getattr(made, name).offset for name in fields} == {
         name: field[1] for name, field in fields.items()
     }

@@ -11,8 +11,9 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.alike import tag_orders
-from megavm.vm.config import FAR_TAG, HEADER_WORDS, NONE
+from megavm.vm.config import HEADER_WORDS, NONE
 from megavm.vm.cuda.exchange import make_exchanges
+from megavm.vm.cuda.launch import BY_MACHINE
 from megavm.vm.isa import TagOrder
 from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
@@ -33,7 +34,7 @@ def test_kernels_of_a_model_order_their_words_themselves(rows: int) -> None:
     assert (tag_orders(program.words, program.tensors) != TagOrder.BY_MACHINE.value)[
         table["num_regions"] > 0
     ].all()
-    assert not table["tag_mask"].any()
+    assert not (table["by_machine"] & BY_MACHINE).any()
 
 
 def test_of_instructions_with_a_row_count_the_storer_knows_rows_and_words() -> None:
@@ -41,7 +42,7 @@ def test_of_instructions_with_a_row_count_the_storer_knows_rows_and_words() -> N
     exchanges = make_exchanges(program)
     (numbers,) = np.nonzero(exchanges.table["num_regions"])
     kinds = {program.instructions[i].name() for i in numbers}
-    assert kinds == {"qkv_rope", "attention", "matmul"}
+    assert kinds == {"embed", "qkv_rope", "attention", "matmul", "gate_up"}
     for i in numbers[::37].tolist():
         inst, entry = program.instructions[i], exchanges.table[i]
         values = vars(inst)
@@ -89,6 +90,7 @@ def test_a_kernel_that_goes_over_its_work_several_times_leaves_all_words_to_the_
     program = Program.build(tensors, copies, [[0, 1]])
     exchanges = make_exchanges(program)
     assert exchanges.table["num_regions"].tolist() == [1, 1]
-    assert exchanges.table["tag_mask"].tolist() == [FAR_TAG, FAR_TAG]
+    out = 1 << [field.name for field in Copy.fields].index("out")
+    assert exchanges.table["by_machine"].tolist() == [BY_MACHINE | out, BY_MACHINE]
     assert exchanges.table["row_count"].tolist() == [NONE, NONE]
     assert exchanges.regions["written"].tolist() == [1, 0]

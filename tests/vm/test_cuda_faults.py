@@ -115,7 +115,7 @@ def test_what_an_instruction_found_is_a_sentence(
     assert sentence(found, inst, [TensorSpec("rope", (8, 4), F32, WEIGHT)]).startswith(want)
 
 
-def test_waits_are_told_as_on_the_cpu() -> None:
+def test_waits_are_told_in_words() -> None:
     inst = Copy(
         x=0, out=1, x_row=0, x_column=0, row_begin=0, row_end=1, column_begin=0, column_end=4
     )
@@ -123,8 +123,12 @@ def test_waits_are_told_as_on_the_cpu() -> None:
     operand = [f.name for f in Copy.fields].index("x")
     barrier = record(FaultKind.BARRIER, 0, 0, 1, 0, 0, 5, 7)
     assert waiting_for(barrier, inst, tensors, ["a", "b"]) == "barrier 1 (b): value 5, target 7"
-    tag = record(FaultKind.ABORTED << 8 | FaultKind.TAG, 0, 0, operand, 0, 3, 4, 5)
-    assert waiting_for(tag, inst, tensors, []) == "tensor t, row 0, word 3: epoch 4, expected 5"
+    word = record(FaultKind.ABORTED << 8 | FaultKind.WORD, 0, 0, operand, 0, 3, 0, 0)
+    expected = "tensor t, row 0, word 3: not stored in this step"
+    assert waiting_for(word, inst, tensors, []) == expected
+    step = record(FaultKind.BARRIER, 0, 0, 2, 0, 0, 5, 7)
+    expected = "the end of the last step but one: 5 workers counted, target 7"
+    assert waiting_for(step, inst, tensors, ["a", "b"]) == expected
     page = record(FaultKind.SEMAPHORE, 0, 0, SemaphoreKind.PAGE_ARRIVED, 7, 0, 0, 1)
     assert waiting_for(page, inst, tensors, []) == "page 7 to arrive (phase 1)"
 
@@ -132,7 +136,7 @@ def test_waits_are_told_as_on_the_cpu() -> None:
 def test_the_record_that_says_most_comes_first() -> None:
     aborted = record(FaultKind.ABORTED << 8 | FaultKind.BARRIER, *[0] * 7)
     page = record(FaultKind.SEMAPHORE, *[0] * 7)
-    tag = record(FaultKind.TAG, *[0] * 7, warp=8)
+    tag = record(FaultKind.WORD, *[0] * 7, warp=8)
     wrong = record(FaultKind.INSTRUCTION, *[0] * 7, warp=10)
     ordered = sorted([aborted, page, tag, wrong], key=lambda r: r.order)
     assert ordered == [wrong, tag, page, aborted]
@@ -208,7 +212,7 @@ def test_a_wait_for_nothing_names_worker_instruction_barrier_value_and_target(
     check_that_it_works(impatient)
 
 
-def test_a_missing_tag_names_tensor_row_word_and_epochs(impatient: CudaMachine) -> None:
+def test_a_missing_word_names_tensor_row_and_word(impatient: CudaMachine) -> None:
     tensors = [
         TensorSpec("halves", (2, 8), BF16, ACTIVATION, tagged=True),
         TensorSpec("y", (1, 8), F32, STATE),
@@ -218,7 +222,9 @@ def test_a_missing_tag_names_tensor_row_word_and_epochs(impatient: CudaMachine) 
     )
     executable, memory = load(impatient, Program.build(tensors, [sink], [[0]]))
     memory.epoch = 41
-    with pytest.raises(MachineFault, match=r"tensor halves, row 1, word \d: epoch 0, expected 42"):
+    with pytest.raises(
+        MachineFault, match=r"tensor halves, row 1, word \d: not stored in this step"
+    ):
         executable.run()
     with pytest.raises(MachineFault, match=r"instruction 0 waits for tensor halves, row 1, word"):
         impatient.load(executable.program, memory, verify=False).execute_one(0)
@@ -294,8 +300,6 @@ def test_a_product_names_the_tagged_word_that_it_waits_for(
     )
     executable, memory = load(impatient, Program.build(tensors, [inst], [[0]]))
     memory.epoch = 6
-    with pytest.raises(
-        MachineFault, match=rf"tensor {missing}, row \d, word \d+: epoch 0, expected"
-    ):
+    with pytest.raises(MachineFault, match=rf"tensor {missing}, row \d, word \d+: not stored"):
         executable.run()
     check_that_it_works(impatient)

@@ -58,14 +58,14 @@ def test_dead_rows_neither_signal_early_nor_hold_up_others(
         executable.run(STEPS)
         expected = torch.full((live, 32), total_of_rows(STEPS))
         torch.testing.assert_close(memory["total"][:live].cpu(), expected, rtol=1e-4, atol=1e-4)
-        assert torch.all(memory.storage("T")[..., 1] == memory.epoch)
+        assert torch.all(memory.tagged_words("T")[..., 1] == memory.epoch)
 
 
 def test_tagged_words_of_dead_rows_carry_the_tag_of_their_step(machine: Machine) -> None:
     executable, memory = load(machine, dead_words())
     prepare_rows(memory, 1)
     executable.run(STEPS)
-    assert torch.all(memory.storage("out")[..., 1] == memory.epoch)
+    assert torch.all(memory.tagged_words("out")[..., 1] == memory.epoch)
 
 
 def test_nothing_is_written_before_all_tagged_inputs_are_there(machine: Machine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megavm.vm.cuda.driver import CudaError, Driver
-from megavm.vm.cuda.launch import RANK_SHIFT
+from megavm.vm.cuda.launch import COPY_SHIFT, RANK_SHIFT
 
 ALIGNMENT = 256  # bytes: every tensor begins at a multiple
 MAPPED_AT_ONCE = 32 << 20  # bytes that each rank takes from its GPU at a time, at least
@@ -31,15 +31,18 @@ class _Mapped:
 
 class Arena:
     """Storage of tensors that every rank has at the same place: rank r's begins ``r << RANK_SHIFT`` bytes after
-    that of rank 0. So an address of one rank is known on all of them.
+    that of rank 0. So an address of one rank is known on all of them. With several ``copies``, each tensor has
+    that many, as its first dimension: copy c begins ``c << COPY_SHIFT`` bytes after the first, whose addresses
+    have zeros there.
 
     Ranks may share a GPU. Memory is returned when no tensor of the arena is left.
 
     Raises ValueError when two of the GPUs cannot access each other's memory.
     """
 
-    def __init__(self, drivers: Sequence[Driver]) -> None:
+    def __init__(self, drivers: Sequence[Driver], copies: int = 1) -> None:
         self._drivers = tuple(drivers)
+        self._copies = copies
         first = self._drivers[0]
         devices = dict.fromkeys(driver.device for driver in self._drivers)
         for one in devices:
@@ -68,15 +71,16 @@ class Arena:
             int(first.call("cuMemGetAllocationGranularity", properties, granularity))
             for properties in self._properties
         )
-        size = len(self._drivers) << RANK_SHIFT
-        self._begin = int(first.call("cuMemAddressReserve", size, 0, 0, 0))
-        self._used = self._mapped = 0  # bytes of each rank
+        size = len(self._drivers) + (copies > 1) << RANK_SHIFT
+        reserved = int(first.call("cuMemAddressReserve", size, 0, 0, 0))
+        self._begin = _first_place(reserved, copies)
+        self._used = self._mapped = 0  # bytes of each copy of each rank
         mappings: list[tuple[int, int, Any]] = []  # address, bytes, handle
         self._mappings = mappings
-        weakref.finalize(self, _free, first, self._begin, size, mappings)
+        weakref.finalize(self, _free, first, reserved, size, mappings)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Zeros of a shape, one tensor for each rank.
+        """Zeros of a shape, one tensor for each rank; with several copies, [copies, *shape].
 
         Raises torch.OutOfMemoryError when a GPU has no room.
         """
@@ -88,37 +92,61 @@ class Arena:
             self._map(end - self._mapped)
         self._used = end
         return tuple(
-            self._tensor(rank, offset, size).view(dtype)[:count].view(shape).zero_()
+            _with_copies(self._tensor(rank, offset, size), shape, dtype, self._copies).zero_()
             for rank in range(len(self._drivers))
         )
 
     def _tensor(self, rank: int, offset: int, size: int) -> torch.Tensor:
-        mapped = _Mapped(self, self._begin + (rank << RANK_SHIFT) + offset, size)
+        """The bytes from the first copy of a tensor to the end of its last one."""
+        all_copies = (self._copies - 1 << COPY_SHIFT) + size
+        mapped = _Mapped(self, self._begin + (rank << RANK_SHIFT) + offset, all_copies)
         return torch.as_tensor(mapped, device=f"cuda:{self._drivers[rank].device}")
 
     def _map(self, size: int) -> None:
-        """Give every rank at least ``size`` more bytes."""
-        size = -(-max(size, MAPPED_AT_ONCE) // self._granularity) * self._granularity
-        if self._mapped + size > 1 << RANK_SHIFT:
+        """Give every copy of every rank at least ``size`` more bytes."""
+        at_once = MAPPED_AT_ONCE // self._copies
+        size = -(-max(size, at_once) // self._granularity) * self._granularity
+        most = 1 << (RANK_SHIFT if self._copies == 1 else COPY_SHIFT)
+        if self._mapped + size > most:
             raise torch.OutOfMemoryError(
-                f"the tensors that ranks gather need {self._mapped + size} bytes on each, at most "
-                f"{1 << RANK_SHIFT} fit"
+                f"the tensors that workers exchange need {self._mapped + size} bytes, at most {most} fit"
             )
-        for rank, (driver, properties) in enumerate(
-            zip(self._drivers, self._properties, strict=True)
-        ):
-            address = self._begin + (rank << RANK_SHIFT) + self._mapped
+        places = [
+            (rank, (rank << RANK_SHIFT) + (copy << COPY_SHIFT))
+            for rank in range(len(self._drivers))
+            for copy in range(self._copies)
+        ]
+        for rank, place in places:
+            driver, properties = self._drivers[rank], self._properties[rank]
+            address = self._begin + place + self._mapped
             with driver.current():
                 try:
                     handle = driver.call("cuMemCreate", size, properties, 0)
                 except CudaError as error:
                     raise torch.OutOfMemoryError(
-                        f"GPU {driver.device} has no room for {size} bytes that ranks gather: {error}"
+                        f"GPU {driver.device} has no room for {size} bytes that workers exchange: {error}"
                     ) from error
                 driver.call("cuMemMap", address, size, 0, handle, 0)
                 self._mappings.append((address, size, handle))
                 driver.call("cuMemSetAccess", address, size, self._access, len(self._access))
         self._mapped += size
+
+
+def _first_place(reserved: int, copies: int) -> int:
+    """Where an arena begins in memory that begins at ``reserved``."""
+    return reserved if copies == 1 else reserved + -reserved % (1 << RANK_SHIFT)
+
+
+def _with_copies(
+    stored: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, copies: int
+) -> torch.Tensor:
+    """The bytes of a tensor and its copies as a tensor."""
+    count = math.prod(shape)
+    first = stored[: count * dtype.itemsize].view(dtype).view(shape)
+    if copies == 1:
+        return first
+    apart = (1 << COPY_SHIFT) // dtype.itemsize
+    return first.as_strided((copies, *shape), (apart, *first.stride()))
 
 
 def _free(driver: Driver, begin: int, size: int, mappings: list[tuple[int, int, Any]]) -> None:

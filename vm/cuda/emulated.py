@@ -26,10 +26,10 @@ import torch
 
 from megavm.vm.cache import cache_directory
 from megavm.vm.cuda import compiler as cuda_compiler
-from megavm.vm.cuda.arena import ALIGNMENT, Arena
+from megavm.vm.cuda.arena import ALIGNMENT, Arena, _first_place, _with_copies
 from megavm.vm.cuda.clocks import Offset
 from megavm.vm.cuda.driver import CudaError, Driver
-from megavm.vm.cuda.launch import MAP_BYTES, RANK_SHIFT
+from megavm.vm.cuda.launch import COPY_SHIFT, MAP_BYTES, RANK_SHIFT
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.target import TARGETS
 
@@ -83,8 +83,8 @@ class EmulatedMachine(CudaMachine):
         drivers = [EmulatedDriver(self) for _ in range(ranks)]
         self._initialise(tuple(range(ranks)), drivers, workers, timeout, trace, root)
 
-    def _make_arena(self) -> Arena:
-        return HostArena(len(self.devices))
+    def _make_arena(self, copies: int = 1) -> Arena:
+        return HostArena(len(self.devices), copies)
 
     def clock_offsets(self) -> list[Offset]:
         """See ``CudaMachine.clock_offsets``: all ranks have the host's clock."""
@@ -113,19 +113,20 @@ class EmulatedMachine(CudaMachine):
 class HostArena(Arena):
     """An Arena in the host's memory."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, copies: int = 1) -> None:
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self._ranks, self._used = ranks, 0
-        self._bytes = torch.frombuffer(
-            mmap.mmap(-1, ranks << RANK_SHIFT, flags=kind), dtype=torch.uint8
-        )
+        self._ranks, self._copies, self._used = ranks, copies, 0
+        size = ranks + (copies > 1) << RANK_SHIFT
+        reserved = torch.frombuffer(mmap.mmap(-1, size, flags=kind), dtype=torch.uint8)
+        self._bytes = reserved[_first_place(reserved.data_ptr(), copies) - reserved.data_ptr() :]
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """See ``Arena.allocate``."""
         begin, size = self._used, math.prod(shape) * dtype.itemsize
         self._used += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+        all_copies = (self._copies - 1 << COPY_SHIFT) + size
         return tuple(
-            self._bytes[start : start + size].view(dtype).view(shape)
+            _with_copies(self._bytes[start : start + all_copies], shape, dtype, self._copies)
             for start in (begin + (rank << RANK_SHIFT) for rank in range(self._ranks))
         )
 

@@ -10,9 +10,15 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm.alike import in_words, tag_orders, tagged_regions
-from megavm.vm.config import FAR_TAG, HEADER_WORDS, NONE
+from megavm.vm.config import HEADER_WORDS, NONE
 from megavm.vm.cuda.hints import make_hints
-from megavm.vm.cuda.launch import EXCHANGE, NUM_COUNTS, TAGGED_REGION
+from megavm.vm.cuda.launch import (
+    AWAITS_DEAD,
+    BY_MACHINE,
+    EXCHANGE,
+    NUM_COUNTS,
+    TAGGED_REGION,
+)
 from megavm.vm.isa import TagOrder
 from megavm.vm.operands import FieldKind
 from megavm.vm.program import Program
@@ -39,8 +45,8 @@ class Exchanges:
 
     @property
     def any_by_machine(self) -> bool:
-        """Whether the machine handles all tagged words of some instruction."""
-        return bool(self.table["tag_mask"].any())
+        """Whether the storer waits for tagged words before some instruction begins."""
+        return bool(self.table["by_machine"].any())
 
 
 def make_exchanges(program: Program) -> Exchanges:
@@ -56,7 +62,6 @@ def make_exchanges(program: Program) -> Exchanges:
         return Exchanges(table, np.zeros(1, TAGGED_REGION.dtype()), signals, counts)
     number, tensor, *box, written = tagged.T
     ways = _ways(program)
-    ways[_mixed(tagged), 1] = NONE  # the machine handles all their words
     handles = np.unique(ways[ways[:, 1] != NONE, 1])[:NUM_COUNTS]
     counts[: len(handles)] = handles
     ways[~np.isin(ways[:, 1], handles), 1] = NONE
@@ -76,7 +81,14 @@ def make_exchanges(program: Program) -> Exchanges:
     begins = np.concatenate([[0], ends[:-1]])
     table["num_regions"], table["regions_begin"] = ends - begins, begins
     table["row_count"], table["row_begin"], table["row_end"] = ways[:, 1], ways[:, 2], ways[:, 3]
-    table["tag_mask"] = np.where((table["num_regions"] > 0) & (ways[:, 1] == NONE), FAR_TAG, 0)
+    published = np.zeros(len(program), np.uint32)
+    words = regions["operand"][: len(number)][written != 0]
+    np.bitwise_or.at(published, number[written != 0], np.uint32(1) << words)
+    by_machine = (table["num_regions"] > 0) & (ways[:, 1] == NONE)
+    table["by_machine"] = np.where(by_machine, published | BY_MACHINE, 0)
+    mixed = np.zeros(len(program), bool)
+    mixed[_mixed(tagged)] = True
+    table["by_machine"][mixed & (table["num_regions"] > 0) & ~by_machine] = AWAITS_DEAD
     return Exchanges(table, regions, signals, counts)
 
 

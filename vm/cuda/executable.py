@@ -75,7 +75,8 @@ class CudaExecutable:
         self.broken = False
         self._machine = machine
         self._tables = tables = Tables(program)
-        words = (len(tables.signals) + 1) * BARRIER_STRIDE
+        self._tagged = frozenset(spec.name for spec in program.tensors if spec.tagged)
+        words = (tables.num_counters + 1) * BARRIER_STRIDE
         if machine.arena is None:
             counters = [torch.zeros(words, dtype=torch.int32, device=memory.device)]
         else:
@@ -91,6 +92,7 @@ class CudaExecutable:
         self._noting: list[_LaunchNotes] = []  # launches that ``finish`` has not waited for
         self._noted: list[_LaunchNotes] = []
         self._steps_before = 0
+        self._even_steps = self._odd_steps = 0  # values of the barriers of steps
         self._resolve()
         # The first launch of one rank may write what another GPU is still filling with zeros.
         if len(self._ranks) > 1:
@@ -161,12 +163,17 @@ class CudaExecutable:
             self._noting.append(
                 _LaunchNotes(steps, self._make_notes(steps), self._machine.clock_offsets())
             )
+        first_copy = self._first_copy()
         for rank in self._ranks:
-            rank.parameters.epoch = self.memory.epoch & 0xFFFFFFFF
+            rank.parameters.first_copy = first_copy
             rank.parameters.steps = steps
             rank.parameters.steps_before = self._steps_before
-        # Also after a fault: words may carry the tags of these steps, which no later step may use again.
+            rank.parameters.even_steps = self._even_steps & 0xFFFFFFFF
+            rank.parameters.odd_steps = self._odd_steps & 0xFFFFFFFF
+        # Also after a fault.
         self.memory.epoch += steps
+        if self._tagged:
+            self.memory.turns.advance(self._tagged, steps)
         try:
             # Ranks wait for each other, so nothing that could wait comes between their launches.
             streams = [rank.stream() for rank in self._ranks]
@@ -175,19 +182,35 @@ class CudaExecutable:
             for rank in self._ranks:
                 rank.fetch()
         except CudaError as error:
-            self.broken = True
+            self._break()
             raise self._machine._fault(error) from error
+        odd = (steps + self._steps_before % 2) // 2
+        self._odd_steps += odd * self._tables.step_signals
+        self._even_steps += (steps - odd) * self._tables.step_signals
         self._steps_before = (self._steps_before + steps) & 0xFFFFFFFF
+
+    def _first_copy(self) -> int:
+        """The copy of its tagged tensors that the next step uses, whose words are empty."""
+        if not self._tagged:
+            return 0
+        copy = self.memory.turns.begin(self._tagged)
+        if copy is None:
+            self.memory.empty_words()
+            if len(self._ranks) > 1:
+                self._synchronize()  # another rank may store words at once
+            copy = self.memory.turns.begin(self._tagged)
+        assert copy is not None
+        return copy
 
     def finish(self) -> None:
         """Wait for all launches. Raises MachineFault when one of them could not finish."""
         try:
             faulted = [rank.wait() for rank in self._ranks]
         except CudaError as error:
-            self.broken = True
+            self._break()
             raise self._machine._fault(error) from error
         if any(faulted):
-            self.broken = True
+            self._break()
             raise self._machine_fault(self._instruction_at)
         self._end_noting(self._noting)
 
@@ -201,7 +224,7 @@ class CudaExecutable:
         try:
             waits = [driver.mark() for driver in dict.fromkeys(self._machine.drivers)]
         except CudaError as error:
-            self.broken = True
+            self._break()
             raise self._machine._fault(error) from error
 
         def wait() -> None:
@@ -209,10 +232,10 @@ class CudaExecutable:
                 for of_driver in waits:
                     of_driver()
             except CudaError as error:
-                self.broken = True
+                self._break()
                 raise self._machine._fault(error) from error
             if any(rank._aborted[0] for rank in self._ranks):
-                self.broken = True
+                self._break()
                 raise self._machine_fault(self._instruction_at)
             self._end_noting(launched)
 
@@ -234,6 +257,7 @@ class CudaExecutable:
         for rank in self._ranks:
             rank.forget()
         self._steps_before = 0
+        self._even_steps = self._odd_steps = 0
         self._noting = []
         self.broken = False
 
@@ -267,7 +291,7 @@ class CudaExecutable:
         parameters.queue_begin = ends.data_ptr()
         events = own.zeros(TRACE_COLUMNS * 2) if self._traces else None
         parameters.trace = 0 if events is None else events.data_ptr()
-        parameters.epoch = self.memory.epoch & 0xFFFFFFFF
+        parameters.first_copy = self._first_copy()
         parameters.steps_before = self._steps_before
         parameters.steps, parameters.first_step = 1, step
         parameters.dynamic, parameters.alone = 0, 1
@@ -287,6 +311,11 @@ class CudaExecutable:
         return int(self._tables.order[place]) if place < begin[queue + 1] else None
 
     # Faults.
+
+    def _break(self) -> None:
+        """Note that a run ended in the middle."""
+        self.broken = True
+        self.memory.turns.spoil()
 
     def _machine_fault(self, index_of: IndexOf) -> MachineFault:
         """The fault that the records describe. Clears the records."""

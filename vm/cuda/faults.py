@@ -29,9 +29,9 @@ class FaultKind(Code):
 
     NONE = 0
     BARRIER = 1, "thing: barrier; value, target: of its counter"
-    TAG = (
+    WORD = (
         2,
-        "thing: operand word of the tensor; row, word; value: epoch found, target: wanted",
+        "thing: operand word of the tensor; row, word",
     )
     SEMAPHORE = 3, "thing: SemaphoreKind; row: its number; target: phase"
     INSTRUCTION = 4, "thing: Fault; row, word, value, target: as its sentence says"
@@ -130,7 +130,7 @@ class Record:
     @property
     def order(self) -> tuple[bool, int, int, int, int]:
         """Sort key: records that say more about the cause come first."""
-        kinds = (FaultKind.INSTRUCTION, FaultKind.BARRIER, FaultKind.TAG, FaultKind.SEMAPHORE)
+        kinds = (FaultKind.INSTRUCTION, FaultKind.BARRIER, FaultKind.WORD, FaultKind.SEMAPHORE)
         telling = kinds.index(self.condition) if self.condition in kinds else len(kinds)
         return (self.kind is FaultKind.ABORTED, telling, self.rank, self.worker, self.warp)
 
@@ -171,14 +171,13 @@ def waiting_for(
 ) -> str:
     """A description of the wait in which the warp was; "" when it did not wait."""
     if record.condition is FaultKind.BARRIER:
-        name = barriers[record.thing] if record.thing < len(barriers) else "unknown"
+        if record.thing >= len(barriers):
+            return f"the end of the last step but one: {record.value} workers counted, target {record.target}"
+        name = barriers[record.thing]
         return f"barrier {record.thing} ({name}): value {record.value}, target {record.target}"
-    if record.condition is FaultKind.TAG:
+    if record.condition is FaultKind.WORD:
         name = _operand(record.thing, inst, tensors)
-        return (
-            f"tensor {name}, row {record.row}, word {record.word}: "
-            f"epoch {record.value}, expected {record.target}"
-        )
+        return f"tensor {name}, row {record.row}, word {record.word}: not stored in this step"
     if record.condition is FaultKind.SEMAPHORE:
         try:
             text = SemaphoreKind(record.thing).doc

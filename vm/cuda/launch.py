@@ -21,6 +21,14 @@ LAYOUT_SHIFT = 56  # four bits: vm.layout.Order
 # Memory that all ranks write is in one range of addresses: that of rank r begins r << RANK_SHIFT bytes after
 # that of rank 0. So a rank has up to 64 GiB of it.
 RANK_SHIFT = 36
+# A tagged tensor has copies, which steps use in turn: copy c begins c << COPY_SHIFT bytes after the first
+# (cuda/words.cuh). A word that is empty is one that no instruction has stored for the step.
+COPIES = 4
+COPY_SHIFT = 32
+EMPTY_WORD = 0xFFFFFFFF
+# Bits of Exchange::by_machine beside those of operand words.
+BY_MACHINE = 1 << 31  # the storer waits for all words, and publishes all
+AWAITS_DEAD = 1 << 30  # the storer waits for the words of dead rows before the instruction begins
 
 # The trace of a launch is uint64 [instructions of all queues x steps, TRACE_COLUMNS]: worker by worker,
 # step by step. The number of an event is its column; times are nanoseconds of the global timer.
@@ -66,7 +74,11 @@ EXCHANGE = Struct(
         Member("row_count", U32, "index into Launch::counts; kNone: all rows, live or dead"),
         Member("row_begin", U32, "the rows of the instruction"),
         Member("row_end", U32),
-        Member("tag_mask", U32, "the kernel stores the step's tag exclusive-or this"),
+        Member(
+            "by_machine",
+            U32,
+            "0, kAwaitsDead, or kByMachine and a bit for each operand word whose words the storer publishes",
+        ),
     ),
     aligned=32,
 )
@@ -117,7 +129,7 @@ LAUNCH = Struct(
             "[rows][kTraceColumns]: times of events, and the worker; null unless compiled in",
         ),
         Member("timeout", U64, "ns that a wait may take"),
-        Member("epoch", U32, "steps run on the memory before: step s writes tag epoch + s + 1"),
+        Member("first_copy", U32, "step s uses copy (first_copy + s) % kCopies of tagged tensors"),
         Member("steps_before", U32, "steps run by this executable before"),
         Member("steps", U32, "steps of this launch"),
         Member(
@@ -144,6 +156,15 @@ LAUNCH = Struct(
         ),
         Member("rank", U32),
         Member("shared_barriers", U32, "the first barriers: all ranks signal them"),
+        Member(
+            "step_barriers",
+            U32,
+            "the first of two: workers signal them at the end of even and odd steps, counted as steps_before is; "
+            "kNone: no instruction exchanges words",
+        ),
+        Member("step_signals", U32, "how often a step signals its barrier"),
+        Member("even_steps", U32, "the value of the first of these barriers before the launch"),
+        Member("odd_steps", U32, "that of the second"),
     ),
     aligned=8,
 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from megavm.vm.alike import Alike, find_alike
 from megavm.vm.config import NONE
-from megavm.vm.layout import ROWS, Layout
+from megavm.vm.layout import COPIES, ROWS, Layout
 from megavm.vm.operands import FieldKind
 from megavm.vm.program import Program
 
@@ -48,8 +48,9 @@ def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> d
             if not common:
                 raise ValueError(_conflict(program, handle, several))
             common_of[pattern] = common
-        choices[tensors[handle].name] = common_of[pattern]
-        common_of[pattern][0].check(tensors[handle])
+        spec = tensors[handle]
+        choices[spec.name] = (COPIES,) if spec.tagged else common_of[pattern]
+        choices[spec.name][0].check(spec)
     return choices
 
 

@@ -16,9 +16,10 @@ from megavm.vm.cuda.arena import Arena
 from megavm.vm.cuda.clocks import Clocks, Offset
 from megavm.vm.cuda.driver import CudaError, Driver
 from megavm.vm.cuda.executable import CudaExecutable
+from megavm.vm.cuda.launch import COPIES as NUM_COPIES
 from megavm.vm.cuda.launch import RANK_SHIFT
 from megavm.vm.cuda.layouts import names, program_layouts
-from megavm.vm.layout import ROWS, Layout
+from megavm.vm.layout import COPIES, ROWS, Layout
 from megavm.vm.machine import MachineFault, MachineLost, require_ranks
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -100,6 +101,8 @@ class CudaMachine:
         self.lost = ""  # name of the error that made the context unusable
         # Memory that all ranks write; None for one rank.
         self.arena = self._make_arena() if len(devices) > 1 else None
+        # Where the tagged tensors of a memory are.
+        self._words: weakref.WeakKeyDictionary[Memory, Arena] = weakref.WeakKeyDictionary()
         # Streams of the ranks that share a GPU with an earlier rank.
         self.side_streams = [
             torch.cuda.Stream(number) if number in devices[:rank] else None  # type: ignore[no-untyped-call]
@@ -110,9 +113,9 @@ class CudaMachine:
         self._functions: dict[str, list[Any]] = {}
         self._known_needs: weakref.WeakKeyDictionary[Program, _Needs] = weakref.WeakKeyDictionary()
 
-    def _make_arena(self) -> Arena:
+    def _make_arena(self, copies: int = 1) -> Arena:
         """Memory that all ranks write."""
-        return Arena(self.drivers)
+        return Arena(self.drivers, copies)
 
     def memory(self, ranks: int = 1) -> Memory:
         """See ``Machine.memory``."""
@@ -156,6 +159,7 @@ class CudaMachine:
                     raise ValueError(
                         f"tensor {name} has the layout {present}, needed is {names(choice)}"
                     )
+        self._give_copies(program, memory)
         for own in memory.ranks:
             for spec in program.tensors:
                 present = own.layout(spec.name)
@@ -177,7 +181,16 @@ class CudaMachine:
             or len(own.stored_parts(spec.name)) > 1
             for own in memory.ranks
             for spec in program.tensors
+            if not spec.tagged  # no launch uses one that is stored as the CPU does
         )
+
+    def _give_copies(self, program: Program, memory: Memory) -> None:
+        names = [spec.name for spec in program.tensors if spec.tagged]
+        if all(memory.layout(name) == COPIES for name in names):
+            return
+        if memory not in self._words:
+            self._words[memory] = self._make_arena(NUM_COPIES)
+        memory.give_copies(names, self._words[memory].allocate)
 
     def clock_offsets(self) -> list[Offset]:
         """How far the clock of each rank's GPU is from that of rank 0, measured now."""

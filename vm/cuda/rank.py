@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megavm.vm.config import NUM_THREADS, NUM_WARPS, SHARED_BYTES
+from megavm.vm.config import NONE, NUM_THREADS, NUM_WARPS, SHARED_BYTES
 from megavm.vm.cuda.boxes import operand_maps
 from megavm.vm.cuda.faults import FAULT_RECORD, Record
 from megavm.vm.cuda.launch import (
@@ -46,6 +46,12 @@ class Tables:
         self.begin = begin
         self.exchanges = program.exchanges
         self.signals = np.concatenate([program.signals, self.exchanges.signals])
+        exchanges_words = any(spec.tagged for spec in program.tensors)
+        # Workers signal them at the end of a step; those of a common queue after each instruction.
+        self.step_barriers = len(self.signals) if exchanges_words else NONE
+        each = len(self.order) if program.dynamic else sum(1 for q in queues if len(q))
+        self.step_signals = each * program.ranks
+        self.num_counters = len(self.signals) + 2 * exchanges_words
 
 
 class RankPart:
@@ -100,6 +106,8 @@ class RankPart:
             dynamic=int(program.dynamic),
             rank=rank,
             shared_barriers=program.shared_barriers,
+            step_barriers=tables.step_barriers,
+            step_signals=tables.step_signals,
         )
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
 
@@ -216,4 +224,4 @@ class RankPart:
 def _share_begin(spec: TensorSpec, rank: int) -> int:
     """Bytes from the beginning of a stored row to the rank's share."""
     size = spec.share_begin(rank) * spec.dtype.size
-    return size // 4 * 8 if spec.tagged else size
+    return size

@@ -13,6 +13,7 @@ from megavm.scheduler.compiler.storage import (
     has_whole_words,
     tagged_spec,
 )
+from megavm.vm.isa import StepShape
 from megavm.vm.tensors import TensorSpec
 
 
@@ -44,7 +45,9 @@ def _newest(operation: Operation, options: CompileOptions) -> dict[str, Value]:
     """``k_new`` and ``v_new``; {} if they cannot be stored in whole words."""
     q, cache = operation.outputs["q"], operation.outputs["k_cache"].memory
     shape = (operation.inputs["x"].rows, QkvRope.k_cache.entry_columns(cache))
-    may_tag = options.exchange == "tagged" or Attention.prefers_words(("k_new",), shape[0])
+    may_tag = options.exchange == "tagged" or Attention.prefers_words(
+        "k_new", ("k_new",), StepShape(shape[0], shape[1], 1)
+    )
     values = {}
     for part in "kv":
         dtype = operation.outputs[f"{part}_cache"].dtype

@@ -118,7 +118,7 @@ def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
                 f"{example.name}: {int(wrong.sum())} of {wrong.numel()} elements of {spec.name} "
                 f"differ; {at}: {a[at]} and {b[at]}"
             )
-        tags = (m.storage(spec.name)[..., 1].cpu() for m in (left, right) if spec.tagged)
+        tags = (m.tagged_words(spec.name)[..., 1].cpu() for m in (left, right) if spec.tagged)
         if spec.tagged and not torch.equal(*tags):
             yield f"{example.name}: tags of {spec.name} differ"
 

@@ -120,8 +120,8 @@ const char* elements_of_one_word(uint64_t* word, bool in_turn) {
         const Arguments& all = *static_cast<const Arguments*>(given);
         for (uint32_t turn = 8; turn < 10; ++turn) {
           if (emulated::lane_number() == turn) {
-            const uint32_t old = ptx::load_rewritten(all.address).x;
-            ptx::store_relaxed_tagged(all.address, old | 1u << turn, 1);
+            const uint32_t old = ptx::load_rewritten(all.address);
+            ptx::store_word(all.address, old | 1u << turn);
           }
           if (all.in_turn) __syncwarp();
         }

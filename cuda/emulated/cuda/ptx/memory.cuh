@@ -35,19 +35,9 @@ inline uint32_t load_relaxed(const uint32_t* address) {
 }
 inline uint32_t load_acquire(const uint32_t* address) { return load_relaxed(address); }
 inline uint32_t load_acquire_system(const uint32_t* address) { return load_relaxed(address); }
-inline Words2 load_relaxed_tagged(uint64_t address) {
-  emulated::poll();
-  const uint64_t word = emulated::load_global<uint64_t>(address);
-  return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
-}
-inline Words2 load_rewritten(uint64_t address) {
+inline uint32_t load_rewritten(uint64_t address) {
   emulated::rewrite(address);
-  return load_relaxed_tagged(address);
-}
-inline Words4 load_relaxed_tagged2(uint64_t address) {
-  emulated::global<Words4>(address);
-  const Words2 first = load_relaxed_tagged(address), second = load_relaxed_tagged(address + 8);
-  return {first.x, first.y, second.x, second.y};
+  return load_relaxed1(address);
 }
 inline Words2 load_relaxed2(uint64_t address) {
   emulated::global<uint64_t>(address);
@@ -75,16 +65,14 @@ inline unsigned short load_constant_half(uint64_t address) {
   return *emulated::global<unsigned short>(address);
 }
 
-inline void store_relaxed_tagged(uint64_t address, uint32_t value, uint32_t epoch,
-                                 bool active = true) {
-  if (active) emulated::store_global<uint64_t>(address, uint64_t{epoch} << 32 | value);
+inline void store_word(uint64_t address, uint32_t word, bool active = true) {
+  if (active) emulated::store_global(address, word);
 }
-inline void store_relaxed_tagged2(uint64_t address, uint32_t first, uint32_t second, uint32_t epoch,
-                                  bool active = true) {
+inline void store_word2(uint64_t address, uint32_t first, uint32_t second, bool active = true) {
   if (!active) return;
-  emulated::global<Words4>(address);
-  store_relaxed_tagged(address, first, epoch);
-  store_relaxed_tagged(address + 8, second, epoch);
+  emulated::global<Words2>(address, 8);
+  store_word(address, first);
+  store_word(address + 4, second);
 }
 inline void store(uint64_t address, uint32_t value, bool active = true) {
   if (active) emulated::store_global(address, value);
