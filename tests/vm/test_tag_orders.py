@@ -150,3 +150,31 @@ def test_an_instruction_has_read_everything_before_it_tags_a_word(rows: int, kep
         if seed >= 2 and ("product with addends" in found_late or rows >= MIN_MATRIX_ROWS):
             return
     pytest.fail("no addend was overwritten before it was read")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "most_rows", "matrix", "kept"),
+    [
+        (3, 64, 3, 0, True),
+        (8, 64, 16, 0, False),  # a kernel of 16 rows finishes 64 columns in two passes
+        (16, 32, 16, 0, True),
+        (3, 72, 3, 0, False),
+        (1, 64, 1, 0, False),  # the storer finishes block by block
+        (17, 32, 17, 0, False),  # two groups of rows
+        (32, 64, 32, 1, False),
+    ],
+)
+def test_parts_and_results_may_both_be_words_if_all_pairs_are_finished_together(
+    rows: int, columns: int, most_rows: int, matrix: int, kept: bool
+) -> None:
+    tensors = [
+        TensorSpec("x", (rows, 64), BF16, TensorKind.STATE),
+        TensorSpec("weight", (columns, 64), BF16, TensorKind.WEIGHT),
+        TensorSpec("addends", (rows, columns), F32, TensorKind.ACTIVATION, tagged=True),
+        TensorSpec("out", (rows, columns), F32, TensorKind.ACTIVATION, tagged=True),
+    ]
+    operands: dict[str, Any] = {spec.name: number for number, spec in enumerate(tensors)}
+    operands |= {"row_begin": 0, "row_end": rows, "column_begin": 0, "column_end": columns}
+    operands |= {"part": 0, "part_k": 64, "tile": 0, "eps": 0.0, "x_rows": rows, "matrix": matrix}
+    order = Matmul(**operands).tag_order(tensors, most_rows)
+    assert order is (TagOrder.KEPT if kept else TagOrder.BY_MACHINE)
