@@ -16,6 +16,11 @@ __device__ __forceinline__ uint32_t step_barrier(const Launch& launch, uint32_t 
   return launch.step_barriers + (launch.steps_before + step) % 2;
 }
 
+// Whether a worker waits for the end of an earlier step before this instruction.
+__device__ __forceinline__ bool begins_step(const Launch& launch, const Stage& stage) {
+  return launch.step_barriers != kNone && !launch.alone && (stage.position == 0 || launch.dynamic);
+}
+
 // A counter and the target that it must reach.
 struct Awaited {
   const uint32_t* counter = nullptr;
@@ -59,6 +64,7 @@ struct Awaited {
 
   // The same, but it never stops the warp.
   __device__ __forceinline__ bool is_over_quietly() const { return has_reached(acquired()); }
+
   // The same for hints: relaxed, so it orders nothing, and it never stops the warp.
   __device__ __forceinline__ bool is_likely() const {
     return has_reached(ptx::load_relaxed(counter));

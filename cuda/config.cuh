@@ -29,7 +29,7 @@ constexpr uint32_t kAnyInputs = 0;
 // some rows is not a multiple of four.
 constexpr uint32_t kAnySquares = 0;
 // Whether the storer handles tagged words of some instructions: of dead rows, or all of them; and
-// whether it handles all words of some (tagged_rows.cuh).
+// whether some begin only when it has found words that they read (tagged_rows.cuh).
 constexpr uint32_t kAnyTaggedRows = 0;
 constexpr uint32_t kAnyByMachine = 0;
 // Several: the program runs on that many GPUs.

@@ -212,8 +212,7 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       if (!hints) set_current(stage.position, stage.step - launch.first_step);
       is_new = false;
       begins_step = false;
-      if (launch.step_barriers != kNone && !launch.alone &&
-          (stage.position == 0 || launch.dynamic)) {
+      if (megavm::begins_step(launch, stage)) {
         awaited = Awaited::end_before(launch, stage.step - launch.first_step);
         begins_step = waiting = true;
       }

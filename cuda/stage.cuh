@@ -50,7 +50,7 @@ __device__ __forceinline__ Stage& stage_at(uint32_t slot) {
 // A position in the worker's sequence of instructions. The semaphores of its stage:
 //   resolved  the controller has filled the stage
 //   ready     the instruction's barriers have reached their targets; the storer has found the words
-//             that it reads, if it looks for all of them (tagged_rows.cuh)
+//             for which it looks first (tagged_rows.cuh)
 //   earlier   what earlier steps signalled to these barriers has come, so that rows which earlier
 //             steps wrote may be read
 //   hinted    the tagged words that it reads have likely been stored

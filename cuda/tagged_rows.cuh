@@ -61,6 +61,12 @@ __device__ __forceinline__ void await_tagged_rows(const Launch& launch, const St
 __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, const Stage& stage,
                                                   const StageCursor& cursor) {
   if (!awaits_words(stage)) return;
+  // NOTE: by then no consumer may have waited for anything in this step.
+  if (begins_step(launch, stage)) {
+    const Awaited end = Awaited::end_before(launch, stage.step - launch.first_step);
+    while (!end.is_over()) __nanosleep(20);
+    __syncwarp();
+  }
   await_tagged_rows(launch, stage, is_by_machine(stage) ? 0 : stage.tagged_row);
   if (lane_index() == 0) cursor.ready().arrive();
   __syncwarp();

@@ -74,6 +74,8 @@ class Layout:
     def pack(self, spec: TensorSpec, value: torch.Tensor) -> torch.Tensor:
         """The storage of a tensor whose natural-order contents are ``value``."""
         self.check(spec)
+        if self.order is Order.COPIES:
+            raise ValueError(f"tensor {spec.name} is tagged: its words are stored by Memory")
         if self.order is Order.UNITS:
             return self._pack_units(spec, value)
         return _swizzle(value) if self.order is Order.SWIZZLED else value

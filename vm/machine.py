@@ -162,7 +162,8 @@ class Executable(Protocol):
         """Set all counters to those of a fresh load, so that the program runs again after a fault.
 
         Waits for launches in progress and drops their traces. Keeps ``memory.epoch``: a run advances it
-        before it begins, so no word can carry the tag of a later step. Raises MachineLost when the
+        before it begins, so that no later step takes the tagged words of a broken one. (On a GPU the next
+        launch empties them.) Raises MachineLost when the
         machine cannot run anything any more.
         """
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,13 +11,23 @@ import torch
 from megavm.vm.huge_pages import zeros_in_huge_pages
 from megavm.vm.layout import COPIES, ROWS, Layout
 from megavm.vm.tensors import DType, Part, TensorKind, TensorSpec
-from megavm.vm.words import Turns, empty, from_copies, to_copies
+from megavm.vm.words import EMPTY, Turns, from_copies, to_copies
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32}
 
 Device = torch.device | str
 # (shape, dtype) -> zeros for each rank, at places that all ranks know
 AllocateShares = Callable[[tuple[int, ...], torch.dtype], Sequence[torch.Tensor]]
+
+
+class WordStore(Protocol):
+    """Where a machine keeps tagged tensors as GPUs store them, for all ranks of a memory."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """For each rank, the copies of a tensor: [COPIES, *shape]."""
+
+    def fill(self, value: int) -> None:
+        """Fill all that was allocated with a word, int32."""
 
 
 def tagged_values(words: torch.Tensor, dtype: DType) -> torch.Tensor:
@@ -31,7 +42,7 @@ class Memory:
 
     A tensor is bound (weights, without a copy) or allocated and filled with zeros. A tagged tensor is stored
     as int32 [rows, words, 2]: the value's bits, then the epoch that wrote them; a CudaMachine stores it in
-    another form (vm/words.py), and ``tagged_words`` returns this one. Any other tensor is stored
+    another form (vm/words.py), of which ``tagged_words`` makes this one. Any other tensor is stored
     contiguously in its own shape and dtype, unless a machine has given it another layout (vm/layout.py). A
     tensor that is bound in parts (TensorSpec) is stored in parts until ``relayout`` joins them.
 
@@ -58,6 +69,7 @@ class Memory:
         # NOTE: no rank refers to the first one: memory in a cycle would stay until it is collected.
         self._epoch = [0]
         self.turns = Turns()
+        self.words: WordStore | None = None  # where a machine keeps tagged tensors
         for other in self._others:
             other._epoch, other.turns = self._epoch, self.turns
         self._allocate_shares = allocate_shares
@@ -250,30 +262,36 @@ class Memory:
         storage = self.storage(name)
         if self.layout(name) != COPIES:
             return storage
-        return from_copies(storage, self.turns.of(name), self.epoch)
+        return from_copies(storage, self.turns.of(name), self.epoch, self.turns.ahead)
 
     def _store_words(self, name: str, words: torch.Tensor) -> None:
         storage = self.storage(name)
         if self.layout(name) != COPIES:
             storage.copy_(words)
         else:
-            to_copies(words.to(self.device), storage, self.turns.of(name), self.epoch)
+            self._fill_copies(name, words, storage)
 
-    def give_copies(self, names: Iterable[str], allocate: AllocateShares) -> None:
-        """Store tagged tensors as GPUs do, on all ranks. ``allocate`` gets the shape of one copy."""
+    def _fill_copies(self, name: str, words: torch.Tensor, copies: torch.Tensor) -> None:
+        turns = self.turns
+        to_copies(words.to(self.device), copies, turns.of(name), self.epoch, turns.ahead)
+
+    def give_copies(self, names: Iterable[str]) -> None:
+        """Store tagged tensors as GPUs do, in ``words``, on all ranks."""
+        assert self.words is not None
         for name in names:
             if self.layout(name) == COPIES:
                 continue
             shape, dtype = _storage_of(self._specs[name])
-            for rank, storage in zip(self.ranks, allocate(shape[:2], dtype), strict=True):
-                words = rank.storage(name)
-                rank._storage[name], rank._layouts[name] = (storage,), COPIES
-                rank._store_words(name, words)
+            stored = list(zip(self.ranks, self.words.allocate(shape[:2], dtype), strict=True))
+            for rank, copies in stored:
+                rank._fill_copies(name, rank.storage(name), copies)
+            for rank, copies in stored:
+                rank._storage[name], rank._layouts[name] = (copies,), COPIES
 
     def empty_words(self) -> None:
         """Empty all words that GPUs store, on all ranks."""
-        for rank in self.ranks:
-            empty(rank.storage(n) for n, layout in rank._layouts.items() if layout == COPIES)
+        if self.words is not None:
+            self.words.fill(EMPTY)
         self.turns.restart()
 
     def write(self, name: str, value: torch.Tensor) -> None:
@@ -326,7 +344,7 @@ class Memory:
         twin.epoch = self.epoch
         twin._others = tuple(other._copy(device) for other in self._others)
         for other in twin._others:
-            other._epoch = twin._epoch
+            other._epoch, other.turns = twin._epoch, twin.turns
         if self._allocate_shares is not None and twin.device == self.device:
             twin._allocate_shares = self._allocate_shares
             for name, spec in self._specs.items():

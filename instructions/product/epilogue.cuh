@@ -21,10 +21,10 @@
 //                                                 multiple of kMoveRows
 //   void await(row, pair, Early&) const;          fetch what other instructions store, and wait for
 //                                                 it. The instruction's waits are over
-//   bool completes() const;                       whether `complete` waits, and is to be over in
-//   all
-//                                                 threads before one of them stores results
-//   void complete(at, PairSums&) const;           add to the sums what completes when they do
+//   void complete(at, PairSums&) const;           add to the sums what completes when they do, and
+//                                                 wait for it
+//   bool completes() const;                       whether all threads do that before any of them
+//                                                 stores results
 //   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of a warp
 //                                                 call it together
 //   bool keeps() const;                           whether `end` has work

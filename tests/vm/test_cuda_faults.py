@@ -127,7 +127,7 @@ def test_waits_are_told_in_words() -> None:
     expected = "tensor t, row 0, word 3: not stored in this step"
     assert waiting_for(word, inst, tensors, []) == expected
     step = record(FaultKind.BARRIER, 0, 0, 2, 0, 0, 5, 7)
-    expected = "the end of the last step but one: 5 workers counted, target 7"
+    expected = "the end of the last step but one: value 5, target 7"
     assert waiting_for(step, inst, tensors, ["a", "b"]) == expected
     page = record(FaultKind.SEMAPHORE, 0, 0, SemaphoreKind.PAGE_ARRIVED, 7, 0, 0, 1)
     assert waiting_for(page, inst, tensors, []) == "page 7 to arrive (phase 1)"

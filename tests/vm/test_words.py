@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavm.instructions.copy import Copy
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.cuda.exchange import make_exchanges
 from megavm.vm.cuda.launch import COPIES
+from megavm.vm.differential import first_divergence
+from megavm.vm.isa import Wait
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.reference import ReferenceMachine
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.words import EMPTY, Turns, from_copies, to_copies
 
@@ -23,25 +29,35 @@ emulated = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ c
 SHAPE = (3, 40)
 
 
-def passing_on(through: Sequence[str], dtype: DType = F32, lost: Sequence[str] = ()) -> Program:
+def passing_on(
+    through: Sequence[str],
+    dtype: DType = F32,
+    lost: Sequence[str] = (),
+    *,
+    ordered: bool = False,
+    dynamic: bool = False,
+) -> Program:
     """Worker 0 copies x to tagged tensors, worker 1 copies each of them to a result of its own.
 
-    Worker 0 has other work before that, so that worker 1 looks for words that are not stored yet. Nothing writes the tensors of ``lost``, so that a run does not end.
+    Worker 0 has other work before that, so that worker 1 looks for words that are not stored yet. Nothing writes the tensors of ``lost``, so that a run does not end. ``ordered``: as the verifier wants it.
     """
     specs = [
         TensorSpec("x", SHAPE, dtype, TensorKind.STATE),
         TensorSpec("work", (32, 512), F32, TensorKind.STATE),
         TensorSpec("work done", (32, 512), F32, TensorKind.STATE),
     ]
-    tile = {"x_row": 0, "x_column": 0, "row_begin": 0, "row_end": 32, "column_begin": 0}
-    instructions = [Copy(waits=(), signal=None, x=1, out=2, column_end=512, **tile)]
+    tile: dict[str, Any] = {"x_row": 0, "x_column": 0, "row_begin": 0, "row_end": 32}
+    instructions = [Copy(x=1, out=2, column_begin=0, column_end=512, **tile)]
     queues: tuple[list[int], list[int]] = ([0], [])
     rows = {"x_row": 0, "x_column": 0, "row_begin": 0, "row_end": SHAPE[0]}
 
     def copy(worker: int, x: int, out: int) -> None:
         queues[worker].append(len(instructions))
         columns = {"column_begin": 0, "column_end": SHAPE[1]}
-        instructions.append(Copy(waits=(), signal=None, x=x, out=out, **rows, **columns))
+        # Worker 0 waits for the signals of earlier steps, which worker 1 gives when it has read everything.
+        waits = [Wait(0, 0)] if ordered and worker == 0 else []
+        signal = 0 if ordered and worker == 1 else None
+        instructions.append(Copy(waits=waits, signal=signal, x=x, out=out, **rows, **columns))
 
     for name in (*through, *lost):
         specs += [
@@ -51,14 +67,23 @@ def passing_on(through: Sequence[str], dtype: DType = F32, lost: Sequence[str] =
         if name not in lost:
             copy(0, 0, len(specs) - 2)
         copy(1, len(specs) - 2, len(specs) - 1)
-    return Program.build(specs, instructions, [*queues])
+    shared = [[number for queue in queues for number in queue]]
+    barriers = ["read"] if ordered else []
+    return Program.build(
+        specs,
+        instructions,
+        shared if dynamic else [*queues, [], []],
+        barriers=barriers,
+        dynamic=dynamic,
+        workers=4,
+    )
 
 
 class Runs:
     """Programs that share a memory on an emulated GPU."""
 
     def __init__(self, timeout: float = 60.0) -> None:
-        self.machine = EmulatedMachine(2, timeout)
+        self.machine = EmulatedMachine(4, timeout)
         self.memory = self.machine.memory()
         self.value = 0.0
 
@@ -114,6 +139,50 @@ def test_a_value_with_the_bits_of_an_empty_word_arrives_as_another_nan() -> None
     assert bool(runs.memory["from t"].isnan().all())
 
 
+@emulated
+def test_a_reset_that_nothing_waited_before_leaves_no_words() -> None:
+    runs = Runs(timeout=1.0)
+    program = passing_on("t", lost="u")
+    runs.memory.allocate(program.tensors)
+    executable = runs.machine.load(program, runs.memory, verify=False)
+    executable.launch(4)
+    executable.reset()
+    assert runs.memory.turns.begin(frozenset("tu")) is None  # first all words are emptied
+    assert runs.run(passing_on("tu"))
+
+
+@emulated
+def test_words_pass_through_a_common_queue_for_many_steps() -> None:
+    runs, program = Runs(), passing_on("t", dynamic=True)
+    assert all(runs.run(program, steps) for steps in (7, 1, 6))
+
+
+@emulated
+def test_a_gpu_and_a_cpu_agree_step_by_step() -> None:
+    program, memory = passing_on("tu", BF16, ordered=True), Memory()
+    memory.allocate(program.tensors)
+    memory.write("x", torch.rand(SHAPE))
+    gpu = EmulatedMachine(4)
+    for left, right in ((CpuMachine(4), gpu), (gpu, ReferenceMachine())):
+        assert first_divergence(program, memory, left, right, steps=5) is None
+
+
+def test_ranks_of_a_copy_take_turns_together() -> None:
+    twin = Memory(ranks=2).copy()
+    assert twin.ranks[1].turns is twin.turns
+
+
+def test_a_tagged_tensor_that_an_instruction_names_twice_is_refused() -> None:
+    specs = [TensorSpec("t", (4, 8), F32, TensorKind.ACTIVATION, tagged=True)]
+    tile: dict[str, Any] = {"x_row": 0, "x_column": 0, "row_begin": 2, "row_end": 4}
+    copy = Copy(x=0, out=0, column_begin=0, column_end=8, **tile)
+    program = Program.build(specs, [copy], [[0]])
+    with pytest.raises(
+        ValueError, match=r"instruction 0 \(copy\) names the tagged tensor t as x and out"
+    ):
+        make_exchanges(program)
+
+
 words = st.lists(st.tuples(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-2, 1)), min_size=4, max_size=4)  # fmt: skip
 
 
@@ -132,13 +201,24 @@ def test_copies_hold_the_words_of_four_steps(
     assert torch.equal(from_copies(copies, turn, epoch), expected)
 
 
+class Store:
+    """Copies of words on the CPU."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.empty(COPIES, *shape, dtype=dtype)]
+
+    def fill(self, value: int) -> None:
+        raise NotImplementedError
+
+
 def test_a_tagged_tensor_moves_between_a_cpu_and_a_gpu() -> None:
     spec = TensorSpec("t", (2, 4), F32, TensorKind.ACTIVATION, tagged=True)
     cpu, gpu = Memory(), Memory()
     for memory in (cpu, gpu):
         memory.allocate([spec])
         memory.epoch = 9
-    gpu.give_copies(["t"], lambda shape, dtype: [torch.empty(COPIES, *shape, dtype=dtype)])
+    gpu.words = Store()
+    gpu.give_copies(["t"])
     assert bool((gpu.tagged_words("t") == 0).all())
     cpu.write("t", torch.arange(8.0).reshape(2, 4))
     gpu.take("t", cpu)

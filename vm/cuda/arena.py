@@ -73,11 +73,11 @@ class Arena:
         )
         size = len(self._drivers) + (copies > 1) << RANK_SHIFT
         reserved = int(first.call("cuMemAddressReserve", size, 0, 0, 0))
-        self._begin = _first_place(reserved, copies)
+        self._begin = first_place(reserved, copies)
         self._used = self._mapped = 0  # bytes of each copy of each rank
         mappings: list[tuple[int, int, Any]] = []  # address, bytes, handle
         self._mappings = mappings
-        weakref.finalize(self, _free, first, reserved, size, mappings)
+        weakref.finalize(self, _free, self._drivers, reserved, size, mappings)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Zeros of a shape, one tensor for each rank; with several copies, [copies, *shape].
@@ -89,12 +89,32 @@ class Arena:
         offset = self._used
         end = offset + -(-size // ALIGNMENT) * ALIGNMENT
         if end > self._mapped:
-            self._map(end - self._mapped)
+            try:
+                self._map(end - self._mapped)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()  # memory that torch holds free, of all GPUs
+                self._map(end - self._mapped)
         self._used = end
         return tuple(
-            _with_copies(self._tensor(rank, offset, size), shape, dtype, self._copies).zero_()
+            with_copies(self._tensor(rank, offset, size), shape, dtype, self._copies).zero_()
             for rank in range(len(self._drivers))
         )
+
+    def fill(self, value: int) -> None:
+        """Fill all that was allocated with a word, int32."""
+        for rank, copy in self._places():
+            if self._used:
+                self._bytes_of(rank, copy).view(torch.int32).fill_(value)
+
+    def _places(self) -> list[tuple[int, int]]:
+        """The numbers of all ranks and copies."""
+        return [(r, c) for r in range(len(self._drivers)) for c in range(self._copies)]
+
+    def _bytes_of(self, rank: int, copy: int) -> torch.Tensor:
+        """All that was allocated of a copy of a rank."""
+        place = self._begin + (rank << RANK_SHIFT) + (copy << COPY_SHIFT)
+        device = f"cuda:{self._drivers[rank].device}"
+        return torch.as_tensor(_Mapped(self, place, self._used), device=device)
 
     def _tensor(self, rank: int, offset: int, size: int) -> torch.Tensor:
         """The bytes from the first copy of a tensor to the end of its last one."""
@@ -111,18 +131,18 @@ class Arena:
             raise torch.OutOfMemoryError(
                 f"the tensors that workers exchange need {self._mapped + size} bytes, at most {most} fit"
             )
-        places = [
-            (rank, (rank << RANK_SHIFT) + (copy << COPY_SHIFT))
-            for rank in range(len(self._drivers))
-            for copy in range(self._copies)
-        ]
-        for rank, place in places:
+        before = len(self._mappings)
+        for rank, copy in self._places():
             driver, properties = self._drivers[rank], self._properties[rank]
-            address = self._begin + place + self._mapped
+            address = self._begin + (rank << RANK_SHIFT) + (copy << COPY_SHIFT) + self._mapped
             with driver.current():
                 try:
                     handle = driver.call("cuMemCreate", size, properties, 0)
                 except CudaError as error:
+                    # What was mapped is returned, so that a later call may succeed.
+                    added = self._mappings[before:]
+                    del self._mappings[before:]
+                    _release(driver, added)
                     raise torch.OutOfMemoryError(
                         f"GPU {driver.device} has no room for {size} bytes that workers exchange: {error}"
                     ) from error
@@ -132,12 +152,12 @@ class Arena:
         self._mapped += size
 
 
-def _first_place(reserved: int, copies: int) -> int:
+def first_place(reserved: int, copies: int) -> int:
     """Where an arena begins in memory that begins at ``reserved``."""
     return reserved if copies == 1 else reserved + -reserved % (1 << RANK_SHIFT)
 
 
-def _with_copies(
+def with_copies(
     stored: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, copies: int
 ) -> torch.Tensor:
     """The bytes of a tensor and its copies as a tensor."""
@@ -149,9 +169,18 @@ def _with_copies(
     return first.as_strided((copies, *shape), (apart, *first.stride()))
 
 
-def _free(driver: Driver, begin: int, size: int, mappings: list[tuple[int, int, Any]]) -> None:
+def _free(
+    drivers: Sequence[Driver], begin: int, size: int, mappings: list[tuple[int, int, Any]]
+) -> None:
     """Unmap and release everything; after a lost context nothing can be released."""
+    for driver in dict.fromkeys(drivers):
+        with driver.current():
+            driver.api.cuCtxSynchronize()  # a kernel may still run
+    _release(drivers[0], mappings)
+    drivers[0].api.cuMemAddressFree(begin, size)
+
+
+def _release(driver: Driver, mappings: list[tuple[int, int, Any]]) -> None:
     for address, length, handle in mappings:
         driver.api.cuMemUnmap(address, length)
         driver.api.cuMemRelease(handle)
-    driver.api.cuMemAddressFree(begin, size)

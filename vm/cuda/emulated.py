@@ -26,7 +26,7 @@ import torch
 
 from megavm.vm.cache import cache_directory
 from megavm.vm.cuda import compiler as cuda_compiler
-from megavm.vm.cuda.arena import ALIGNMENT, Arena, _first_place, _with_copies
+from megavm.vm.cuda.arena import ALIGNMENT, Arena, first_place, with_copies
 from megavm.vm.cuda.clocks import Offset
 from megavm.vm.cuda.driver import CudaError, Driver
 from megavm.vm.cuda.launch import COPY_SHIFT, MAP_BYTES, RANK_SHIFT
@@ -118,17 +118,26 @@ class HostArena(Arena):
         self._ranks, self._copies, self._used = ranks, copies, 0
         size = ranks + (copies > 1) << RANK_SHIFT
         reserved = torch.frombuffer(mmap.mmap(-1, size, flags=kind), dtype=torch.uint8)
-        self._bytes = reserved[_first_place(reserved.data_ptr(), copies) - reserved.data_ptr() :]
+        self._bytes = reserved[first_place(reserved.data_ptr(), copies) - reserved.data_ptr() :]
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """See ``Arena.allocate``."""
         begin, size = self._used, math.prod(shape) * dtype.itemsize
         self._used += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+        if self._copies > 1 and self._used > 1 << COPY_SHIFT:
+            raise MemoryError(f"words of {self._used} bytes, at most {1 << COPY_SHIFT} fit")
         all_copies = (self._copies - 1 << COPY_SHIFT) + size
         return tuple(
-            _with_copies(self._bytes[start : start + all_copies], shape, dtype, self._copies)
+            with_copies(self._bytes[start : start + all_copies], shape, dtype, self._copies)
             for start in (begin + (rank << RANK_SHIFT) for rank in range(self._ranks))
         )
+
+    def fill(self, value: int) -> None:
+        """See ``Arena.fill``."""
+        for rank in range(self._ranks):
+            for copy in range(self._copies):
+                begin = (rank << RANK_SHIFT) + (copy << COPY_SHIFT)
+                self._bytes[begin : begin + self._used].view(torch.int32).fill_(value)
 
 
 class EmulatedDriver(Driver):

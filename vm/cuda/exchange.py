@@ -4,6 +4,7 @@ that the machine handles instead of the kernel (cuda/tagged_rows.cuh has the rul
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +82,8 @@ def make_exchanges(program: Program) -> Exchanges:
     begins = np.concatenate([[0], ends[:-1]])
     table["num_regions"], table["regions_begin"] = ends - begins, begins
     table["row_count"], table["row_begin"], table["row_end"] = ways[:, 1], ways[:, 2], ways[:, 3]
+    by_storer = ways[number, 1] == NONE
+    _check_operands(program, number[by_storer], tensor[by_storer])
     published = np.zeros(len(program), np.uint32)
     words = regions["operand"][: len(number)][written != 0]
     np.bitwise_or.at(published, number[written != 0], np.uint32(1) << words)
@@ -90,6 +93,22 @@ def make_exchanges(program: Program) -> Exchanges:
     mixed[_mixed(tagged)] = True
     table["by_machine"][mixed & (table["num_regions"] > 0) & ~by_machine] = AWAITS_DEAD
     return Exchanges(table, regions, signals, counts)
+
+
+def _check_operands(program: Program, numbers: npt.NDArray[Any], tensors: npt.NDArray[Any]) -> None:
+    """Raise ValueError when an instruction whose words the storer handles names a tagged tensor twice."""
+    for number, tensor in np.unique(np.stack([numbers, tensors]), axis=1).T.tolist():
+        inst = program.instructions[number]
+        names = [
+            f.name
+            for f in inst.fields
+            if f.kind is FieldKind.TENSOR and getattr(inst, f.name) == tensor
+        ]
+        if len(names) > 1:
+            raise ValueError(
+                f"instruction {number} ({inst.name()}) names the tagged tensor "
+                f"{program.tensors[tensor].name} as {' and '.join(names)}: the GPU's machine takes it as one"
+            )
 
 
 def _ways(program: Program) -> npt.NDArray[np.int64]:

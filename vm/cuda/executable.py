@@ -159,18 +159,18 @@ class CudaExecutable:
         self._machine.check_alive()
         if self._relayouts != [own.relayouts for own in self.memory.ranks]:
             self._resolve()
+        first_copy = self._first_copy()
         if self._traces:
             self._noting.append(
                 _LaunchNotes(steps, self._make_notes(steps), self._machine.clock_offsets())
             )
-        first_copy = self._first_copy()
         for rank in self._ranks:
             rank.parameters.first_copy = first_copy
             rank.parameters.steps = steps
             rank.parameters.steps_before = self._steps_before
             rank.parameters.even_steps = self._even_steps & 0xFFFFFFFF
             rank.parameters.odd_steps = self._odd_steps & 0xFFFFFFFF
-        # Also after a fault.
+        # Whether or not the launch succeeds.
         self.memory.epoch += steps
         if self._tagged:
             self.memory.turns.advance(self._tagged, steps)
@@ -195,9 +195,13 @@ class CudaExecutable:
             return 0
         copy = self.memory.turns.begin(self._tagged)
         if copy is None:
+            # Another rank may still store words, or store some at once.
+            several = len(self._ranks) > 1
+            if several:
+                self._synchronize()
             self.memory.empty_words()
-            if len(self._ranks) > 1:
-                self._synchronize()  # another rank may store words at once
+            if several:
+                self._synchronize()
             copy = self.memory.turns.begin(self._tagged)
         assert copy is not None
         return copy
@@ -258,6 +262,8 @@ class CudaExecutable:
             rank.forget()
         self._steps_before = 0
         self._even_steps = self._odd_steps = 0
+        if self._tagged:
+            self.memory.turns.spoil()
         self._noting = []
         self.broken = False
 
@@ -292,6 +298,7 @@ class CudaExecutable:
         events = own.zeros(TRACE_COLUMNS * 2) if self._traces else None
         parameters.trace = 0 if events is None else events.data_ptr()
         parameters.first_copy = self._first_copy()
+        self.memory.turns.ahead = step
         parameters.steps_before = self._steps_before
         parameters.steps, parameters.first_step = 1, step
         parameters.dynamic, parameters.alone = 0, 1

@@ -172,7 +172,7 @@ def waiting_for(
     """A description of the wait in which the warp was; "" when it did not wait."""
     if record.condition is FaultKind.BARRIER:
         if record.thing >= len(barriers):
-            return f"the end of the last step but one: {record.value} workers counted, target {record.target}"
+            return f"the end of the last step but one: value {record.value}, target {record.target}"
         name = barriers[record.thing]
         return f"barrier {record.thing} ({name}): value {record.value}, target {record.target}"
     if record.condition is FaultKind.WORD:

@@ -101,8 +101,6 @@ class CudaMachine:
         self.lost = ""  # name of the error that made the context unusable
         # Memory that all ranks write; None for one rank.
         self.arena = self._make_arena() if len(devices) > 1 else None
-        # Where the tagged tensors of a memory are.
-        self._words: weakref.WeakKeyDictionary[Memory, Arena] = weakref.WeakKeyDictionary()
         # Streams of the ranks that share a GPU with an earlier rank.
         self.side_streams = [
             torch.cuda.Stream(number) if number in devices[:rank] else None  # type: ignore[no-untyped-call]
@@ -188,9 +186,9 @@ class CudaMachine:
         names = [spec.name for spec in program.tensors if spec.tagged]
         if all(memory.layout(name) == COPIES for name in names):
             return
-        if memory not in self._words:
-            self._words[memory] = self._make_arena(NUM_COPIES)
-        memory.give_copies(names, self._words[memory].allocate)
+        if memory.words is None:
+            memory.words = self._make_arena(NUM_COPIES)
+        memory.give_copies(names)
 
     def clock_offsets(self) -> list[Offset]:
         """How far the clock of each rank's GPU is from that of rank 0, measured now."""

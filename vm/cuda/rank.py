@@ -223,5 +223,4 @@ class RankPart:
 
 def _share_begin(spec: TensorSpec, rank: int) -> int:
     """Bytes from the beginning of a stored row to the rank's share."""
-    size = spec.share_begin(rank) * spec.dtype.size
-    return size
+    return spec.share_begin(rank) * spec.dtype.size
