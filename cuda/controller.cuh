@@ -176,11 +176,11 @@ __device__ __forceinline__ uint32_t hinted_at(uint32_t writers) {
   return writers - writers / kHintSlack;
 }
 
-// The waiter. Lane 0 waits for the barriers in the headers, instruction by instruction. Before a
-// step's first one, both lanes wait until all workers have ended the last step but one (words.cuh).
-// If an instruction reads rows of earlier steps, it first waits for the signals of these, which
-// suffice for such reads. Lane 1 waits for hints, so that a late hint does not delay the barriers
-// of later instructions.
+// The waiter. Lane 0 waits for the barriers in the headers, instruction by instruction. If an
+// instruction reads rows of earlier steps, it first waits for the signals of these, which suffice
+// for such reads. Lane 1 waits for hints. A lane of their own keeps a late hint from delaying later
+// barriers. Before the first instruction of a step, both lanes wait until all workers have ended
+// the last step but one (words.cuh).
 __device__ __forceinline__ void run_waiter(const Launch& launch) {
   if (lane_index() > 1) return;
   const bool hints = lane_index() == 1;
@@ -211,11 +211,8 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       if (stage.trace_row == kNone) return;
       if (!hints) set_current(stage.position, stage.step - launch.first_step);
       is_new = false;
-      begins_step = false;
-      if (megavm::begins_step(launch, stage)) {
-        awaited = Awaited::end_before(launch, stage.step - launch.first_step);
-        begins_step = waiting = true;
-      }
+      begins_step = waiting = megavm::begins_step(launch, stage);
+      if (waiting) awaited = Awaited::end_before(launch, stage.step - launch.first_step);
       earlier = kCopiesAhead && !hints && reads_earlier_rows(stage);
       next_wait = 0;
       if (waiting) continue;

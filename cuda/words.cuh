@@ -1,10 +1,11 @@
 // Words: how workers see a tagged tensor.
 //
 // A tagged tensor has kCopies copies, 1 << kCopyShift bytes apart. Each is stored like a tensor
-// that is not tagged. Step n of the programs that exchange the tensor uses copy n % kCopies. A word
-// of four bytes is there when it is not *empty*: a reader polls until it is not. Whoever stores a
-// word also empties the one for the step after the next. So reading is the wait, and what is read
-// are values alone.
+// that is not tagged. Step n of the programs that exchange the tensor uses copy n % kCopies.
+//
+// A word has four bytes. It is *empty* until an instruction stores it, and a reader polls it until
+// then. The instruction also empties the same word of the step after the next. So reading is the
+// wait, and a word has no room for a tag.
 //
 // A worker begins a step when all workers have ended the last step but one (run_waiter in
 // controller.cuh). So nobody reads a word that is emptied, which is two steps old; and words that

@@ -22,7 +22,8 @@ and ``signals(barrier)`` is how often one step signals it. Target 0 therefore wa
 *earlier* steps signalled, target ``signals(barrier)`` for everything of this step.
 
 The other kind of dependency needs no header: a tensor declared ``tagged`` is exchanged word by word, and an
-instruction that reads one waits until each word is that of the running step (vm/words.py). Both kinds are visible in the header and in ``reads`` and ``writes``.
+instruction that reads one waits until each word is that of the running step (vm/words.py). Both kinds are
+visible in the header and in ``reads`` and ``writes``.
 
 This module imports neither torch nor numpy: the C++ build runs it.
 """

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from megavm.vm.huge_pages import zeros_in_huge_pages
 from megavm.vm.layout import COPIES, ROWS, Layout
 from megavm.vm.tensors import DType, Part, TensorKind, TensorSpec
-from megavm.vm.words import EMPTY, Turns, from_copies, to_copies
+from megavm.vm.words import EMPTY, Turns, from_copies, tag_of, to_copies
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32}
 
@@ -314,8 +313,8 @@ class Memory:
         value = value.to(self.device, TORCH_DTYPE[spec.dtype]).contiguous()
         if spec.tagged:
             values = value.reshape(spec.rows, -1).view(torch.int32)
-            tag = int(np.uint32((self.epoch + 1) & 0xFFFFFFFF).view(np.int32))
-            self._store_words(name, torch.stack([values, torch.full_like(values, tag)], -1))
+            tags = torch.full_like(values, tag_of(self.epoch + 1))
+            self._store_words(name, torch.stack([values, tags], -1))
         else:
             packed = self.layout(name).pack(spec, value)
             sizes = [len(part) for part in parts]

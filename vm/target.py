@@ -156,6 +156,11 @@ class Target:
         """Whether products of such a step are matrix products."""
         return self.matrix_rows > 0 and rows > self.group_rows and weights is BF16
 
+    def most_tagged_bytes(self, rows: int) -> int:
+        """The bytes of the largest activation that is tagged in steps of up to ``rows`` rows."""
+        sizes = (size for most, size in self.tagged_bytes if rows <= most)
+        return next(sizes, self.tagged_bytes[0][1])
+
 
 TARGETS = {
     target.name: target

@@ -78,7 +78,7 @@ def to_copies(
     value, tag = words.unbind(-1)
     value = torch.where(value == EMPTY, EMPTY_WORD >> 1, value)
     for step in _steps(ahead):
-        is_of_step = tag == _tag(epoch + 1 + step)
+        is_of_step = tag == tag_of(epoch + 1 + step)
         copies[(turn + step) % COPIES] = torch.where(is_of_step, value, EMPTY)
 
 
@@ -90,7 +90,7 @@ def from_copies(copies: torch.Tensor, turn: int, epoch: int, ahead: int = 0) -> 
     for step in _steps(ahead):
         copy = (turn + step) % COPIES
         words[..., 0] = torch.where(latest[copy], copies[copy], words[..., 0])
-        words[..., 1] = torch.where(latest[copy], _tag(epoch + 1 + step), words[..., 1])
+        words[..., 1] = torch.where(latest[copy], tag_of(epoch + 1 + step), words[..., 1])
     return words
 
 
@@ -99,7 +99,7 @@ def _steps(ahead: int) -> range:
     return range(ahead - COPIES // 2, ahead + COPIES // 2)
 
 
-def _tag(number: int) -> int:
-    """A tag as int32."""
+def tag_of(number: int) -> int:
+    """The tag of a step, counted from the first that ran on a memory, as int32."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >> 31 else number

@@ -54,7 +54,7 @@ class CompileOptions:
     machine: str = "cpu"
     assignment: Assignment = "balanced"
     exchange: Exchange = "barrier"
-    tagged_bytes: int = 128 * 1024
+    tagged_bytes: int = TARGETS["cpu"].most_tagged_bytes(1)
     fuse_norm: bool = True
     waves: int = 1
     column_unit: int = TARGETS["cpu"].column_unit
@@ -117,9 +117,7 @@ def default_options(
         machine=machine,
         assignment="round_robin" if 0 < target.balanced_rows < rows else "balanced",
         exchange=target.exchange,
-        tagged_bytes=next(
-            (size for most, size in target.tagged_bytes if rows <= most), target.tagged_bytes[0][1]
-        ),
+        tagged_bytes=target.most_tagged_bytes(rows),
         column_unit=target.column_unit,
         min_chunk=target.min_chunk,
         part_of_k=part_of_k if rows > 1 else 0,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megavm.instructions.copy import Copy
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.cuda.emulated import EmulatedMachine, HostArena, reason_unavailable
 from megavm.vm.cuda.exchange import make_exchanges
 from megavm.vm.cuda.launch import COPIES
 from megavm.vm.differential import first_divergence
@@ -39,7 +39,8 @@ def passing_on(
 ) -> Program:
     """Worker 0 copies x to tagged tensors, worker 1 copies each of them to a result of its own.
 
-    Worker 0 has other work before that, so that worker 1 looks for words that are not stored yet. Nothing writes the tensors of ``lost``, so that a run does not end. ``ordered``: as the verifier wants it.
+    Worker 0 has other work before that, so that worker 1 looks for words that are not stored yet. Nothing writes
+    the tensors of ``lost``, so that a run does not end. ``ordered``: as the verifier wants it.
     """
     specs = [
         TensorSpec("x", SHAPE, dtype, TensorKind.STATE),
@@ -201,23 +202,13 @@ def test_copies_hold_the_words_of_four_steps(
     assert torch.equal(from_copies(copies, turn, epoch), expected)
 
 
-class Store:
-    """Copies of words on the CPU."""
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        return [torch.empty(COPIES, *shape, dtype=dtype)]
-
-    def fill(self, value: int) -> None:
-        raise NotImplementedError
-
-
 def test_a_tagged_tensor_moves_between_a_cpu_and_a_gpu() -> None:
     spec = TensorSpec("t", (2, 4), F32, TensorKind.ACTIVATION, tagged=True)
     cpu, gpu = Memory(), Memory()
     for memory in (cpu, gpu):
         memory.allocate([spec])
         memory.epoch = 9
-    gpu.words = Store()
+    gpu.words = HostArena(1, COPIES)
     gpu.give_copies(["t"])
     assert bool((gpu.tagged_words("t") == 0).all())
     cpu.write("t", torch.arange(8.0).reshape(2, 4))

@@ -42,7 +42,7 @@ class Arena:
 
     def __init__(self, drivers: Sequence[Driver], copies: int = 1) -> None:
         self._drivers = tuple(drivers)
-        self._copies = copies
+        self._ranks, self._copies = len(self._drivers), copies
         first = self._drivers[0]
         devices = dict.fromkeys(driver.device for driver in self._drivers)
         for one in devices:
@@ -71,7 +71,7 @@ class Arena:
             int(first.call("cuMemGetAllocationGranularity", properties, granularity))
             for properties in self._properties
         )
-        size = len(self._drivers) + (copies > 1) << RANK_SHIFT
+        size = reserved_bytes(self._ranks, copies)
         reserved = int(first.call("cuMemAddressReserve", size, 0, 0, 0))
         self._begin = first_place(reserved, copies)
         self._used = self._mapped = 0  # bytes of each copy of each rank
@@ -96,30 +96,27 @@ class Arena:
                 self._map(end - self._mapped)
         self._used = end
         return tuple(
-            with_copies(self._tensor(rank, offset, size), shape, dtype, self._copies).zero_()
-            for rank in range(len(self._drivers))
+            _with_copies(self._tensor(rank, offset, size), shape, dtype, self._copies).zero_()
+            for rank in range(self._ranks)
         )
 
     def fill(self, value: int) -> None:
         """Fill all that was allocated with a word, int32."""
         for rank, copy in self._places():
             if self._used:
-                self._bytes_of(rank, copy).view(torch.int32).fill_(value)
+                self._bytes(rank, copy << COPY_SHIFT, self._used).view(torch.int32).fill_(value)
 
     def _places(self) -> list[tuple[int, int]]:
         """The numbers of all ranks and copies."""
-        return [(r, c) for r in range(len(self._drivers)) for c in range(self._copies)]
-
-    def _bytes_of(self, rank: int, copy: int) -> torch.Tensor:
-        """All that was allocated of a copy of a rank."""
-        place = self._begin + (rank << RANK_SHIFT) + (copy << COPY_SHIFT)
-        device = f"cuda:{self._drivers[rank].device}"
-        return torch.as_tensor(_Mapped(self, place, self._used), device=device)
+        return [(r, c) for r in range(self._ranks) for c in range(self._copies)]
 
     def _tensor(self, rank: int, offset: int, size: int) -> torch.Tensor:
         """The bytes from the first copy of a tensor to the end of its last one."""
-        all_copies = (self._copies - 1 << COPY_SHIFT) + size
-        mapped = _Mapped(self, self._begin + (rank << RANK_SHIFT) + offset, all_copies)
+        return self._bytes(rank, offset, (self._copies - 1 << COPY_SHIFT) + size)
+
+    def _bytes(self, rank: int, place: int, size: int) -> torch.Tensor:
+        """Bytes of a rank; ``place`` counts from its first one."""
+        mapped = _Mapped(self, self._begin + (rank << RANK_SHIFT) + place, size)
         return torch.as_tensor(mapped, device=f"cuda:{self._drivers[rank].device}")
 
     def _map(self, size: int) -> None:
@@ -131,6 +128,11 @@ class Arena:
             raise torch.OutOfMemoryError(
                 f"the tensors that workers exchange need {self._mapped + size} bytes, at most {most} fit"
             )
+        self._map_all(size)
+        self._mapped += size
+
+    def _map_all(self, size: int) -> None:
+        """Map so many bytes behind those that every copy of every rank has."""
         before = len(self._mappings)
         for rank, copy in self._places():
             driver, properties = self._drivers[rank], self._properties[rank]
@@ -149,7 +151,11 @@ class Arena:
                 driver.call("cuMemMap", address, size, 0, handle, 0)
                 self._mappings.append((address, size, handle))
                 driver.call("cuMemSetAccess", address, size, self._access, len(self._access))
-        self._mapped += size
+
+
+def reserved_bytes(ranks: int, copies: int) -> int:
+    """The addresses that an arena takes, those before ``first_place`` included."""
+    return ranks + (copies > 1) << RANK_SHIFT
 
 
 def first_place(reserved: int, copies: int) -> int:
@@ -157,7 +163,7 @@ def first_place(reserved: int, copies: int) -> int:
     return reserved if copies == 1 else reserved + -reserved % (1 << RANK_SHIFT)
 
 
-def with_copies(
+def _with_copies(
     stored: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, copies: int
 ) -> torch.Tensor:
     """The bytes of a tensor and its copies as a tensor."""

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
-import math
 import mmap
 import os
 import shutil
@@ -26,10 +25,10 @@ import torch
 
 from megavm.vm.cache import cache_directory
 from megavm.vm.cuda import compiler as cuda_compiler
-from megavm.vm.cuda.arena import ALIGNMENT, Arena, first_place, with_copies
+from megavm.vm.cuda.arena import ALIGNMENT, Arena, first_place, reserved_bytes
 from megavm.vm.cuda.clocks import Offset
 from megavm.vm.cuda.driver import CudaError, Driver
-from megavm.vm.cuda.launch import COPY_SHIFT, MAP_BYTES, RANK_SHIFT
+from megavm.vm.cuda.launch import MAP_BYTES, RANK_SHIFT
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.target import TARGETS
 
@@ -115,29 +114,18 @@ class HostArena(Arena):
 
     def __init__(self, ranks: int, copies: int = 1) -> None:
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self._ranks, self._copies, self._used = ranks, copies, 0
-        size = ranks + (copies > 1) << RANK_SHIFT
+        size = reserved_bytes(ranks, copies)
         reserved = torch.frombuffer(mmap.mmap(-1, size, flags=kind), dtype=torch.uint8)
-        self._bytes = reserved[first_place(reserved.data_ptr(), copies) - reserved.data_ptr() :]
+        self._memory = reserved[first_place(reserved.data_ptr(), copies) - reserved.data_ptr() :]
+        self._ranks, self._copies, self._granularity = ranks, copies, ALIGNMENT
+        self._used = self._mapped = 0
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """See ``Arena.allocate``."""
-        begin, size = self._used, math.prod(shape) * dtype.itemsize
-        self._used += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
-        if self._copies > 1 and self._used > 1 << COPY_SHIFT:
-            raise MemoryError(f"words of {self._used} bytes, at most {1 << COPY_SHIFT} fit")
-        all_copies = (self._copies - 1 << COPY_SHIFT) + size
-        return tuple(
-            with_copies(self._bytes[start : start + all_copies], shape, dtype, self._copies)
-            for start in (begin + (rank << RANK_SHIFT) for rank in range(self._ranks))
-        )
+    def _bytes(self, rank: int, place: int, size: int) -> torch.Tensor:
+        begin = (rank << RANK_SHIFT) + place
+        return self._memory[begin : begin + size]
 
-    def fill(self, value: int) -> None:
-        """See ``Arena.fill``."""
-        for rank in range(self._ranks):
-            for copy in range(self._copies):
-                begin = (rank << RANK_SHIFT) + (copy << COPY_SHIFT)
-                self._bytes[begin : begin + self._used].view(torch.int32).fill_(value)
+    def _map_all(self, size: int) -> None:
+        """The system maps what is touched."""
 
 
 class EmulatedDriver(Driver):

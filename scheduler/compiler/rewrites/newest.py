@@ -46,7 +46,7 @@ def _newest(operation: Operation, options: CompileOptions) -> dict[str, Value]:
     q, cache = operation.outputs["q"], operation.outputs["k_cache"].memory
     shape = (operation.inputs["x"].rows, QkvRope.k_cache.entry_columns(cache))
     may_tag = options.exchange == "tagged" or Attention.prefers_words(
-        "k_new", ("k_new",), StepShape(shape[0], shape[1], 1)
+        "k_new", ("k_new",), StepShape(shape[0], operation.inputs["x"].columns, q.shares)
     )
     values = {}
     for part in "kv":
