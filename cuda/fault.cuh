@@ -18,7 +18,7 @@ struct alignas(16) Control {
   FaultRecord* faults;
   uint32_t* abort;
   uint32_t stopping;  // 1: all warps of this worker stop at their next wait
-  uint32_t aborted;   // 1: they stop because another worker has faulted
+  uint32_t aborted;   // 1: they stop because another worker, or an earlier launch, has faulted
   uint32_t waiting;   // 1: the consumers wait for results of other workers, see Loader
   uint32_t rank;
 };

@@ -105,7 +105,8 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
       scales.arrived().init(kWarpArrivals);
       scales.finished().init(kNumConsumers * kWarpArrivals);
     }
-    control() = {launch.timeout, launch.faults, launch.abort, 0, 0, 0, launch.rank};
+    const uint32_t aborted = ptx::load_relaxed(launch.abort);
+    control() = {launch.timeout, launch.faults, launch.abort, 0, aborted, 0, launch.rank};
     ptx::fence_mbarrier_init();
   }
   if (lane_index() == 0) current() = {};
@@ -116,6 +117,8 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
 template <class Used>
 __device__ __forceinline__ void run(const Launch& launch) {
   initialise(launch);
+  // Behind a launch that has faulted: its records stay.
+  if (__builtin_expect(control().aborted != 0, 0)) return;
   if (warp_index() < kNumConsumers) {
     ptx::grow_registers<kConsumerRegisters>();
     run_consumer<Used>(launch);
