@@ -2,6 +2,7 @@
 
 ``isa.hpp`` holds plain structs and constants, for the CPU interpreter and for device code alike;
 ``kernel_table.hpp`` includes every ``instructions/<name>/cpu.hpp`` and lists the kernels by opcode;
+``declared.hpp`` has a digest of every declaration, so that one that changes after the build is noticed;
 ``note.hpp`` holds the record that the CPU's interpreter traces. ``launch.hpp`` and ``faults.hpp`` declare,
 for device code, the data that host and kernel exchange. specialisation.py makes the header of one program.
 
@@ -11,7 +12,9 @@ numpy or megavm.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import re
 import sys
 import textwrap
 import types
@@ -210,6 +213,39 @@ def isa_header(instructions: Iterable[type[Instruction]]) -> str:
     return "\n".join(lines)
 
 
+def digests(instructions: Iterable[type[Instruction]]) -> dict[str, str]:
+    """What compiled code knows of each source of ``isa.hpp``, as a digest by the source's path."""
+    from megavm.vm import config
+
+    known = {"vm/config.py": [*constants(config)]}
+    for cls in instructions:
+        known[f"instructions/{cls.name()}/__init__.py"] = [
+            *namespace_of(cls),
+            *struct_of(cls, config.OPERAND_WORDS, config.HEADER_WORDS),
+            str(gathered_operands(cls)),
+            earlier_operand(cls),
+        ]
+    return {source: _digest(lines) for source, lines in known.items()}
+
+
+def _digest(lines: Iterable[str]) -> str:
+    """A digest of lines of C++, without their comments."""
+    text = "\n".join(re.sub(r" *//.*", "", line) for line in lines)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def declared_header(instructions: Iterable[type[Instruction]]) -> str:
+    """The text of ``declared.hpp``: the digests, for a process that runs what is compiled now."""
+    lines = [WARNING, "#pragma once", "", "namespace megavm {", ""]
+    lines += ["struct Declared {", "  const char* source;", "  const char* digest;", "};", ""]
+    lines += ["constexpr Declared kDeclared[] = {"]
+    lines += [
+        f'    {{"{source}", "{digest}"}},' for source, digest in digests(instructions).items()
+    ]
+    lines += ["};", "", "}  // namespace megavm", ""]
+    return "\n".join(lines)
+
+
 def kernel_table(instructions: Iterable[type[Instruction]]) -> str:
     """The text of ``kernel_table.hpp``: every CPU kernel, and the table of them by opcode.
 
@@ -291,6 +327,7 @@ def main(folder: str) -> None:
     classes = list(registry.instruction_set().values())
     write_if_changed(Path(folder) / "isa.hpp", isa_header(classes))
     write_if_changed(Path(folder) / "kernel_table.hpp", kernel_table(classes))
+    write_if_changed(Path(folder) / "declared.hpp", declared_header(classes))
     write_if_changed(Path(folder) / "note.hpp", note_header())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import re
 import shutil
@@ -9,18 +10,22 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megavm.instructions import instruction_set
-from megavm.vm import codegen, config
+from megavm.instructions.copy import Copy
+from megavm.vm import _native, codegen, config
 from megavm.vm.abi import U32, U64, Code, Member, Struct
+from megavm.vm.cpu import machine as cpu_machine
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cpu.notes import NOTE
 from megavm.vm.cuda import launch
 from megavm.vm.cuda.faults import FAULT_RECORD, FaultKind, SemaphoreKind
 from megavm.vm.events import Event
 from megavm.vm.layout import Order
-from megavm.vm.operands import FieldKind
+from megavm.vm.operands import Field, FieldKind
 
 ROOT = Path(codegen.__file__).resolve().parents[1]
 CPP = {".cpp", ".hpp", ".cu", ".cuh"}
@@ -70,10 +75,39 @@ def test_the_script_needs_nothing_but_python(tmp_path: Path) -> None:
     script = [sys.executable, "-I", "-S", str(ROOT / "vm" / "codegen.py"), str(tmp_path)]
     subprocess.run(script, check=True)
     assert (tmp_path / "isa.hpp").read_text() == HEADER
+    assert (tmp_path / "declared.hpp").read_text() == codegen.declared_header(CLASSES)
     assert (tmp_path / "note.hpp").read_text() == codegen.note_header()
     time = (tmp_path / "isa.hpp").stat().st_mtime_ns
     subprocess.run(script, check=True)
     assert (tmp_path / "isa.hpp").stat().st_mtime_ns == time, "unchanged files are left alone"
+
+
+def test_the_interpreter_refuses_declarations_that_it_was_not_compiled_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert codegen.digests(CLASSES) == _native.declared
+    *others, last = Copy.fields
+    assert last.kind is FieldKind.INTEGER
+
+    def changed(name: str, value: object) -> Field[Any]:
+        field = copy.copy(last)
+        setattr(field, name, value)
+        return field
+
+    for fields in (
+        [*Copy.fields, changed("name", "extra")],
+        others,
+        [*others[:-1], last, others[-1]],
+        [*others, changed("name", "other")],
+        [*others, changed("kind", FieldKind.REAL)],
+    ):
+        monkeypatch.setattr(Copy, "fields", fields)
+        cpu_machine._check_declarations.cache_clear()
+        with pytest.raises(ValueError, match=r"^instructions/copy/__init__.py has changed "):
+            CpuMachine()
+    # Words for people are no part of it.
+    monkeypatch.setattr(Copy, "fields", [*others, changed("doc", "something else")])
+    CpuMachine()
 
 
 def check_cpp(folder: Path, headers: dict[str, str], facts: Iterable[str]) -> None:

@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "megavm/declared.hpp"
 #include "vm/cpu/interpreter.hpp"
 #include "vm/cpu/levels.hpp"
 #include "vm/gil.hpp"
@@ -266,6 +267,9 @@ PYBIND11_MODULE(_native, m) {
     for (const Level* level : levels()) names.emplace_back(level->name);
     return names;
   });
+  py::dict declared;
+  for (const Declared& each : kDeclared) declared[each.source] = each.digest;
+  m.attr("declared") = declared;
   m.def("num_processors", num_processors);
   bind_happens_before(m);
 }

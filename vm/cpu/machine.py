@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
 
-from megavm.vm import _native
+from megavm.instructions import instruction_set
+from megavm.vm import _native, codegen
 from megavm.vm.alike import exchanged_regions, figures
 from megavm.vm.cpu.notes import EVENTS, WORKER_COLUMN
 from megavm.vm.machine import MachineFault, Notes, WorkerState, memory_on_cpu, require_ranks
@@ -27,6 +29,8 @@ class CpuMachine:
     ``timeout`` seconds. ``level`` forces one of the instruction-set levels of ``levels()``. With
     ``check_resources`` an instruction faults when it uses more working memory than it declares. With
     ``trace`` executables record the events of every instruction.
+
+    Raises ValueError when an instruction is declared otherwise than when the interpreter was compiled.
     """
 
     name = "cpu"
@@ -42,6 +46,7 @@ class CpuMachine:
         check_resources: bool = False,
         trace: bool = False,
     ) -> None:
+        _check_declarations()
         self.workers = workers or _native.num_processors()
         self.timeout = timeout
         self.check_resources = check_resources
@@ -68,6 +73,17 @@ class CpuMachine:
 def levels() -> list[str]:
     """The instruction-set levels that this processor runs, from the plainest to the fastest."""
     return _native.levels()
+
+
+@functools.cache
+def _check_declarations() -> None:
+    """Raises ValueError when an instruction is not declared as it was when the interpreter was compiled."""
+    for source, digest in codegen.digests(instruction_set().values()).items():
+        if _native.declared.get(source, digest) != digest:
+            raise ValueError(
+                f"{source} has changed since the interpreter was compiled, which would read instructions "
+                "in another way: install megavm again (pip install --no-build-isolation --no-deps -e .)"
+            )
 
 
 class CpuExecutable:
