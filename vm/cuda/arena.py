@@ -135,22 +135,22 @@ class Arena:
         """Map so many bytes behind those that every copy of every rank has."""
         before = len(self._mappings)
         for rank, copy in self._places():
-            driver, properties = self._drivers[rank], self._properties[rank]
+            driver = self._drivers[rank]
             address = self._begin + (rank << RANK_SHIFT) + (copy << COPY_SHIFT) + self._mapped
-            with driver.current():
-                try:
-                    handle = driver.call("cuMemCreate", size, properties, 0)
-                except CudaError as error:
-                    # What was mapped is returned, so that a later call may succeed.
-                    added = self._mappings[before:]
-                    del self._mappings[before:]
-                    _release(driver, added)
-                    raise torch.OutOfMemoryError(
-                        f"GPU {driver.device} has no room for {size} bytes that workers exchange: {error}"
-                    ) from error
-                driver.call("cuMemMap", address, size, 0, handle, 0)
-                self._mappings.append((address, size, handle))
-                driver.call("cuMemSetAccess", address, size, self._access, len(self._access))
+            try:
+                with driver.current():
+                    handle = driver.call("cuMemCreate", size, self._properties[rank], 0)
+                    self._mappings.append((address, size, handle))
+                    driver.call("cuMemMap", address, size, 0, handle, 0)
+                    driver.call("cuMemSetAccess", address, size, self._access, len(self._access))
+            except CudaError as error:
+                # What was mapped is returned, so that a later call may succeed.
+                added = self._mappings[before:]
+                del self._mappings[before:]
+                _release(driver, added)
+                raise torch.OutOfMemoryError(
+                    f"GPU {driver.device} has no room for {size} bytes that workers exchange: {error}"
+                ) from error
 
 
 def reserved_bytes(ranks: int, copies: int) -> int:
@@ -187,6 +187,7 @@ def _free(
 
 
 def _release(driver: Driver, mappings: list[tuple[int, int, Any]]) -> None:
+    """Unmap and release, whatever fails: the last one may not have been mapped."""
     for address, length, handle in mappings:
         driver.api.cuMemUnmap(address, length)
         driver.api.cuMemRelease(handle)
