@@ -7,6 +7,9 @@
 // of weights as they are stored (units of 8 rows), 48 KiB together. Another warp frees each step as
 // soon as it has arrived. The numbers in brackets are the loader's cycles for a step: looking at a
 // semaphore until the step is free, announcing the bytes, starting the copies.
+//
+// The second table has 8 tiles of rows on all SMs. Who multiplies the same weights or rows begins
+// with the same step, or with any other one: do SMs share what comes from the second-level cache?
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -14,6 +17,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "cuda/ptx/mbarrier.cuh"
@@ -27,6 +31,9 @@ constexpr uint32_t kStepBytes = 48 * 1024;
 constexpr uint32_t kColumns = 4096, kXRows = 4096, kUnits = 3600;
 constexpr uint32_t kUnitBytes = 8 * kColumns * 2;
 constexpr uint32_t kGroups = 4;  // of 256 rows of weights, for each worker
+constexpr uint32_t kMostSms = 256;
+
+constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 struct Maps {
   CUtensorMap x, block, blocks;  // boxes of weights have 8 units, or 16
@@ -39,10 +46,18 @@ struct Cycles {
   unsigned long long all, looking, announcing, starting;
 };
 
-// Worker i multiplies tile i % row_tiles of the rows with its own weights.
+// What the worker on an SM multiplies: a tile of the rows with one of `tiles` of each group of
+// weights, from step `first` of every group on, `delay` cycles after the others.
+struct Work {
+  uint32_t row_tile, tile, tiles, first, delay;
+};
+
 __global__ void __launch_bounds__(64, 1)
-    copies(const __grid_constant__ Maps maps, uint32_t row_tiles, uint32_t slots, How how,
+    copies(const __grid_constant__ Maps maps, const Work* of_sm, uint32_t slots, How how,
            Cycles* cycles) {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  const Work work = of_sm[sm];
   extern __shared__ __align__(1024) char pages[];
   __shared__ uint64_t arrived[kSteps], finished[kSteps];
   const uint32_t lane = threadIdx.x % 32;
@@ -54,6 +69,7 @@ __global__ void __launch_bounds__(64, 1)
   __syncthreads();
   const uint32_t steps = kGroups * kColumns / 64;
   const long long begin = clock64();
+  while (clock64() - begin < work.delay) continue;
   uint32_t slot = 0, round = 0;
   const auto advance = [&] {
     if (++slot == slots) slot = 0, round ^= 1;
@@ -69,10 +85,10 @@ __global__ void __launch_bounds__(64, 1)
     return;
   }
   unsigned long long looking = 0, announcing = 0, starting = 0;
-  const uint32_t x_row = blockIdx.x % row_tiles * 128, column_tiles = gridDim.x / row_tiles;
+  const uint32_t x_row = work.row_tile * 128;
   for (uint32_t step = 0; step < steps; ++step, advance()) {
-    const uint32_t group = step / (kColumns / 64), box = step % (kColumns / 64);
-    const uint32_t unit = (group * column_tiles + blockIdx.x / row_tiles) * 32 % (kUnits - 32);
+    const uint32_t group = step / (kColumns / 64), box = (step + work.first) % (kColumns / 64);
+    const uint32_t unit = (group * work.tiles + work.tile) * 32 % (kUnits - 32);
     long long from = clock64();
     while (!__all_sync(
         ~0u, lane != 0 || ptx::mbarrier_try_wait(ptx::shared_address(&finished[slot]), round ^ 1)))
@@ -156,6 +172,35 @@ int main() {
   Cycles* cycles;
   check(cudaMalloc(&cycles, sizeof(Cycles) * workers), "memory for cycles");
 
+  Work* of_sm;
+  check(cudaMalloc(&of_sm, sizeof(Work) * kMostSms), "memory for the work");
+  // Measure a scene in which work(sm) is the work of an SM: a line of the table.
+  const auto measure = [&](const char* scene, const char* name, int count, How how,
+                           uint32_t least_slots, auto&& work) {
+    std::vector<Work> all;
+    for (uint32_t sm = 0; sm < kMostSms; ++sm) all.push_back(work(sm));
+    check(cudaMemcpy(of_sm, all.data(), sizeof(Work) * kMostSms, cudaMemcpyHostToDevice), "work");
+    std::printf("%-21s %-20s", scene, name);
+    for (uint32_t slots = least_slots; slots <= kSteps; ++slots) {
+      std::vector<double> times;
+      std::vector<Cycles> found(count);
+      for (int i = 0; i < 5; ++i) {
+        copies<<<count, 64, kSteps * kStepBytes + 1024>>>(maps, of_sm, slots, how, cycles);
+        check(cudaDeviceSynchronize(), "the kernel");
+        check(cudaMemcpy(found.data(), cycles, sizeof(Cycles) * count, cudaMemcpyDeviceToHost),
+              "cycles");
+        unsigned long long longest = 0;
+        for (const Cycles& each : found) longest = std::max(longest, each.all);
+        times.push_back(static_cast<double>(longest));
+      }
+      std::sort(times.begin(), times.end());
+      const double steps = kGroups * kColumns / 64;
+      std::printf(" | %u: %5.0f (%3.0f, %3.0f, %3.0f)", slots, times[2] / steps,
+                  found[0].looking / steps, found[0].announcing / steps, found[0].starting / steps);
+    }
+    std::printf("\n");
+  };
+
   struct Scene {
     const char* name;
     int workers;
@@ -167,28 +212,39 @@ int main() {
                           {"all, 8 tiles of rows", workers / 8 * 8, 8}};
   const char* const names[] = {"a lane for each box", "one lane", "16 units in a box"};
   for (const Scene& scene : scenes)
-    for (int how = 0; how < 3; ++how) {
-      std::printf("%-21s %-20s", scene.name, names[how]);
-      for (uint32_t slots = 1; slots <= kSteps; ++slots) {
-        std::vector<double> all;
-        std::vector<Cycles> found(scene.workers);
-        for (int i = 0; i < 5; ++i) {
-          copies<<<scene.workers, 64, kSteps * kStepBytes + 1024>>>(maps, scene.row_tiles, slots,
-                                                                    static_cast<How>(how), cycles);
-          check(cudaDeviceSynchronize(), "the kernel");
-          check(cudaMemcpy(found.data(), cycles, sizeof(Cycles) * scene.workers,
-                           cudaMemcpyDeviceToHost),
-                "cycles");
-          unsigned long long longest = 0;
-          for (const Cycles& each : found) longest = std::max(longest, each.all);
-          all.push_back(static_cast<double>(longest));
-        }
-        std::sort(all.begin(), all.end());
-        const double steps = kGroups * kColumns / 64;
-        std::printf(" | %u: %5.0f (%3.0f, %3.0f, %3.0f)", slots, all[2] / steps,
-                    found[0].looking / steps, found[0].announcing / steps,
-                    found[0].starting / steps);
-      }
-      std::printf("\n");
-    }
+    for (int how = 0; how < 3; ++how)
+      measure(scene.name, names[how], scene.workers, static_cast<How>(how), 1, [&](uint32_t sm) {
+        const uint32_t tiles = ceil_div(scene.workers, scene.row_tiles);
+        return Work{sm % scene.row_tiles, sm / scene.row_tiles, tiles, 0, 0};
+      });
+
+  // SMs 2 i and 2 i + 1 are a TPC.
+  const auto any_step = [](uint32_t number) {
+    number *= 2654435761u;
+    number ^= number >> 15;
+    return number * 2246822519u >> 20;
+  };
+  const uint32_t tiles = ceil_div(workers, 8);
+  const auto line = [&](const char* scene, const char* name, auto&& work) {
+    measure(scene, name, workers, How::kLargeBoxes, kSteps, work);
+  };
+  std::printf("\n");
+  line("all", "in the same step", [&](uint32_t sm) { return Work{sm % 8, sm / 8, tiles, 0, 0}; });
+  line("each", "in any step",
+       [&](uint32_t sm) { return Work{sm % 8, sm / 8, tiles, any_step(sm), 0}; });
+  line("of the same weights", "in the same step",
+       [&](uint32_t sm) { return Work{sm % 8, sm / 8, tiles, any_step(sm / 8), 0}; });
+  line("of the same rows", "in the same step",
+       [&](uint32_t sm) { return Work{sm % 8, sm / 8, tiles, any_step(sm % 8), 0}; });
+  line("TPCs of the same rows", "in the same step", [&](uint32_t sm) {
+    const uint32_t tpc = sm / 2;
+    return Work{tpc % 8, tpc / 8 * 2 + sm % 2, tiles, any_step(tpc), 0};
+  });
+  for (const uint32_t delay : {0u, 100u, 300u, 600u, 1000u, 2000u}) {
+    const std::string name = "one " + std::to_string(delay) + " cycles late";
+    line("TPCs of one weight", name.c_str(), [&](uint32_t sm) {
+      const uint32_t tpc = sm / 2;
+      return Work{sm % 2 + tpc % 4 * 2, tpc / 4, tiles, any_step(tpc), sm % 2 * delay};
+    });
+  }
 }
