@@ -7,10 +7,10 @@
 // then the destination holds garbage. Products of wgmma are computed when they are waited for.
 //
 // The emulation checks what a GPU would not say: that all lanes come to the same meeting, that
-// addresses are aligned and inside shared memory, that semaphores get no more arrivals than they
-// count, that the warps of a warpgroup multiply the same operands and wait for them at the same
-// place, that no two lanes of a warp rewrite a tagged word at a time. It knows nothing of caches
-// and of the order of memory between workers beyond that of the host, and nothing of time.
+// addresses are aligned and inside shared memory or a tensor, that semaphores get no more arrivals
+// than they count, that the warps of a warpgroup multiply the same operands and wait for them at
+// the same place, that no two lanes of a warp rewrite a tagged word at a time. It knows nothing of
+// caches and of the order of memory between workers beyond that of the host, and nothing of time.
 #pragma once
 
 #include <setjmp.h>
@@ -228,12 +228,57 @@ void store_shared(uint32_t address, const Value& value) {
 
 // ---- Global memory. Words of up to 8 bytes are atomic.
 
+// What a launch may access: tensors, and its own tables. vm/cuda/emulated.py has the same struct.
+struct Region {
+  uint64_t begin, end;
+  const char* name;
+};
+// In ascending order; regions that overlap are one. Empty: nothing is known.
+inline std::vector<Region>& regions() {
+  static std::vector<Region> all;
+  return all;
+}
+inline void set_regions(const Region* first, uint32_t count) {
+  std::vector<Region> given(first, first + count);
+  std::stable_sort(given.begin(), given.end(),
+                   [](const Region& a, const Region& b) { return a.begin < b.begin; });
+  regions().clear();
+  for (const Region& each : given)
+    if (!regions().empty() && each.begin < regions().back().end)
+      regions().back().end = std::max(regions().back().end, each.end);
+    else
+      regions().push_back(each);
+}
+
+[[noreturn]] inline void fail_outside(uint64_t address, uint64_t bytes, const Region* before) {
+  const std::string what = std::to_string(bytes) + " bytes at address " + std::to_string(address);
+  if (before == nullptr) fail("there is no memory for " + what);
+  fail("there is no tensor for " + what + ", " + std::to_string(address + bytes - before->end) +
+       " bytes of them beyond the end of " + before->name + " of " +
+       std::to_string(before->end - before->begin) + " bytes");
+}
+
+inline void check_global(uint64_t address, uint64_t bytes) {
+  static thread_local Region last = {};
+  const auto has = [&](const Region& region) {
+    return region.begin <= address && address + bytes <= region.end;
+  };
+  if (regions().empty() || has(last)) return;
+  auto next =
+      std::upper_bound(regions().begin(), regions().end(), address,
+                       [](uint64_t value, const Region& region) { return value < region.begin; });
+  if (next == regions().begin()) fail_outside(address, bytes, nullptr);
+  if (!has(*--next)) fail_outside(address, bytes, &*next);
+  last = *next;
+}
+
 template <class Value>
 Value* global(uint64_t address, uint32_t alignment = sizeof(Value)) {
   if (address % alignment != 0)
     fail("address " + std::to_string(address) + " is no multiple of " + std::to_string(alignment));
   if (address >> 48 != 0 || address < 4096)
     fail("there is no memory at " + std::to_string(address));
+  check_global(address, sizeof(Value));
   return reinterpret_cast<Value*>(address);
 }
 template <class Value>

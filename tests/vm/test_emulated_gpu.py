@@ -34,6 +34,7 @@ from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.compiler import ROOT
 from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
 from megavm.vm.example import Example
+from megavm.vm.isa import Instruction
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -160,6 +161,30 @@ def test_a_page_that_nobody_finishes_is_found(tmp_path: Path) -> None:
     example = min(fast, key=lambda e: e.instruction.bytes(e.tensors))
     with pytest.raises(MachineFault, match=r"has filled page \d+ and the consumers have not"):
         check_example(EmulatedMachine(root=root), example, alone=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "other", "beyond"),
+    [
+        (Copy, "read_element(x, source[0],", "read_element(x, source[0] + 3,", "x of 960"),
+        (Copy, "write(out, row[0], column", "write(out, row[0] + 3, column", "out of 640"),
+        (
+            Attention,
+            "loader.copy(in_page * kRowBytes, base_of(keys) + from, bytes)",
+            "loader.copy(in_page * kRowBytes, base_of(keys) + keys.rows * keys.columns * 2 - 16, bytes)",
+            "k_cache",
+        ),
+    ],
+    ids=["load", "store", "copy"],
+)
+def test_accesses_beyond_a_tensor_are_refused(
+    kind: type[Instruction], text: str, other: str, beyond: str, tmp_path: Path
+) -> None:
+    file = "fast.cuh" if kind is Attention else "cuda.cuh"
+    root = changed_sources(tmp_path, f"instructions/{kind.name()}/{file}", text, other)
+    examples = [e for e in examples_of(kind) if e.name.startswith(("fast", "f32 to f32"))]
+    with pytest.raises(MachineFault, match=rf"bytes of them beyond the end of tensor {beyond}"):
+        check_example(EmulatedMachine(root=root), examples[0], alone=False)
 
 
 @pytest.mark.parametrize("kind", [EmulatedMachine, CpuMachine, ReferenceMachine])

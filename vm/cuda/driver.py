@@ -92,6 +92,10 @@ class Driver:
         """A copy on the GPU, made behind the work on torch's current stream; does not wait for it."""
         return data.pin_memory().to(self.memory_device, non_blocking=True)
 
+    def zeros(self, words: int) -> torch.Tensor:
+        """So many words on the GPU, int32."""
+        return torch.zeros(words, dtype=torch.int32, device=self.memory_device)
+
     def mark(self) -> Callable[[], None]:
         """Note the work on torch's current stream; the result waits for it. Both raise CudaError."""
         with self.current():

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,11 @@ from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.arena import ALIGNMENT, Arena, first_place, reserved_bytes
 from megavm.vm.cuda.clocks import Offset
 from megavm.vm.cuda.driver import CudaError, Driver
+from megavm.vm.cuda.executable import CudaExecutable
 from megavm.vm.cuda.launch import MAP_BYTES, RANK_SHIFT
 from megavm.vm.cuda.machine import CudaMachine
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
 
 ENTRY = "cuda/emulated/launch.cpp"
@@ -79,7 +83,9 @@ class EmulatedMachine(CudaMachine):
             raise ValueError(f"kernels cannot be emulated: {reason}")
         self.seed, self.stop_turn = seed, stop_turn
         self._started: list[tuple[Any, Any, int]] = []  # function, parameters, workers
-        drivers = [EmulatedDriver(self) for _ in range(ranks)]
+        self._loaded: weakref.WeakSet[CudaExecutable] = weakref.WeakSet()
+        self._emulated = [EmulatedDriver(self) for _ in range(ranks)]
+        drivers: list[Driver] = [*self._emulated]
         self._initialise(tuple(range(ranks)), drivers, workers, timeout, trace, root)
 
     def _make_arena(self, copies: int = 1) -> Arena:
@@ -89,6 +95,25 @@ class EmulatedMachine(CudaMachine):
         """See ``CudaMachine.clock_offsets``: all ranks have the host's clock."""
         return [Offset(0, 0)] * len(self.devices)
 
+    def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
+        """See ``CudaMachine.load``."""
+        executable = super().load(program, memory, verify=verify)
+        self._loaded.add(executable)
+        return executable
+
+    def _regions(self) -> ctypes.Array[_Region]:
+        """The memory that launches may access: tensors of programs, their counters, and what they upload."""
+        named = [("a table", table) for driver in self._emulated for table in driver.tables()]
+        for rank in (rank for executable in self._loaded for rank in executable._ranks):
+            named.append(("the counters", rank.counters))
+            named += [(f"tensor {name}", storage) for name, storage in rank.storages.items()]
+        regions = [
+            _Region(piece.data_ptr(), piece.data_ptr() + piece.nbytes, name.encode())
+            for name, given in named
+            for piece in ([given] if given.is_contiguous() else given)  # copies
+        ]
+        return (_Region * len(regions))(*regions)
+
     def _run_started(self) -> None:
         """Run what all ranks have started, side by side. Raises CudaError."""
         started, self._started = self._started, []
@@ -96,7 +121,10 @@ class EmulatedMachine(CudaMachine):
             return
         function, _, workers = started[0]
         launches = (ctypes.c_void_p * len(started))(*(parameters for _, parameters, _ in started))
-        problem = function(launches, len(started), workers, self.seed, self.stop_turn)
+        regions = self._regions()
+        problem = function(
+            launches, len(started), workers, self.seed, self.stop_turn, regions, len(regions)
+        )
         if problem is not None:
             raise CudaError(problem.decode(), "the emulated kernel")
 
@@ -107,6 +135,16 @@ class EmulatedMachine(CudaMachine):
         library = ctypes.CDLL(str(compiled))
         library.emulated_launch.restype = ctypes.c_char_p
         return [library.emulated_launch] * len(self.devices)
+
+
+class _Region(ctypes.Structure):
+    """Region of cuda/emulated/gpu.hpp."""
+
+    _fields_ = (
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+    )
 
 
 class HostArena(Arena):
@@ -142,6 +180,7 @@ class EmulatedDriver(Driver):
         self.api: Any = driver
         self.maps = {}
         self._machine = machine
+        self._tables: list[weakref.ref[torch.Tensor]] = []
 
     def call(self, name: str, *arguments: Any) -> Any:
         """See ``Driver.call``."""
@@ -166,7 +205,20 @@ class EmulatedDriver(Driver):
 
     def upload(self, data: torch.Tensor) -> torch.Tensor:
         """See ``Driver.upload``."""
-        return data.clone()
+        return self._known(data.clone())
+
+    def zeros(self, words: int) -> torch.Tensor:
+        """See ``Driver.zeros``."""
+        return self._known(super().zeros(words))
+
+    def _known(self, table: torch.Tensor) -> torch.Tensor:
+        self._tables = [known for known in self._tables if known() is not None]
+        self._tables.append(weakref.ref(table))
+        return table
+
+    def tables(self) -> list[torch.Tensor]:
+        """What was uploaded or made, and is still there."""
+        return [table for known in self._tables if (table := known()) is not None]
 
     def _cuLaunchKernel(self, function: Any, workers: int, *others: Any) -> None:
         pointers = ctypes.cast(others[-2], ctypes.POINTER(ctypes.c_void_p))

@@ -91,6 +91,7 @@ class RankPart:
         self._host_abort = self.driver.host_word()
         self._aborted = self._host_abort.numpy()
         self._stream: int | None = None  # launches run on it until ``wait`` returns
+        self.storages: dict[str, torch.Tensor] = {}  # of the program's tensors
         self.parameters = LaunchParameters(
             instructions=self._instructions.data_ptr(),
             queue_begin=self._queue_begin.data_ptr(),
@@ -117,7 +118,7 @@ class RankPart:
         return self.driver.upload(torch.from_numpy(data))
 
     def zeros(self, words: int) -> torch.Tensor:
-        return torch.zeros(words, dtype=torch.int32, device=self._device)
+        return self.driver.zeros(words)
 
     def resolve(self) -> None:
         """Build the tables of tensors on the GPU and keep their storage alive.
@@ -126,7 +127,7 @@ class RankPart:
         """
         specs = self._program.tensors
         table = np.zeros(max(len(specs), 1), dtype=TENSOR.dtype())
-        self._storage = []
+        self.storages = {}
         for entry, spec in zip(table, specs, strict=False):
             storage = self.memory.storage(spec.name)
             if storage.data_ptr() % LOAD_BYTES:
@@ -142,7 +143,7 @@ class RankPart:
                 | order << LAYOUT_SHIFT
             )
             entry["rows"], entry["columns"] = spec.rows, spec.columns
-            self._storage.append(storage)
+            self.storages[spec.name] = storage
         self._tensors = self.upload(table)
         for entry, spec in zip(table, specs, strict=False):
             if spec.shares > 1:

@@ -97,7 +97,8 @@ inline void store_relaxed(uint32_t* address, uint32_t value) {
 }
 inline uint32_t fetch_add_relaxed(uint32_t* address, uint32_t value) {
   emulated::worker->progress = true;
-  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+  return __atomic_fetch_add(emulated::global<uint32_t>(reinterpret_cast<uint64_t>(address)), value,
+                            __ATOMIC_ACQ_REL);
 }
 inline void add_release(uint32_t* address, uint32_t value) { fetch_add_relaxed(address, value); }
 inline void add_relaxed(uint32_t* address, uint32_t value) { fetch_add_relaxed(address, value); }
@@ -152,6 +153,7 @@ inline void bulk_load(uint32_t to, uint64_t from, uint32_t bytes, uint32_t mbarr
   if (bytes == 0 || bytes % 16 != 0)
     emulated::fail("a copy of " + std::to_string(bytes) + " bytes: not a multiple of 16");
   const void* source = emulated::global<Words4>(from);
+  emulated::check_global(from, bytes);
   unsigned char* target = emulated::shared_bytes(to, bytes, 16);
   emulated::copy_later(to, bytes, mbarrier, [=] { std::memcpy(target, source, bytes); });
 }
@@ -178,6 +180,10 @@ inline void box_load(uint32_t to, uint64_t map_address, uint32_t column, uint32_
     emulated::fail("the rows of a box have " + std::to_string(row_bytes) + " bytes, the swizzle " +
                    std::to_string(16u << map.swizzle_bits));
   emulated::shared_bytes(to, bytes, 128);
+  if (column < map.columns)
+    for (uint64_t r = row; r < std::min<uint64_t>(uint64_t{row} + map.box_rows, map.rows); ++r)
+      emulated::check_global(map.address + r * map.row_bytes + uint64_t{size} * column,
+                             size * std::min<uint64_t>(map.box_columns, map.columns - column));
   emulated::copy_later(to, bytes, mbarrier, [=] {
     for (uint32_t r = 0; r < map.box_rows; ++r)
       for (uint32_t c = 0; c < map.box_columns; ++c) {
