@@ -18,11 +18,14 @@ struct alignas(16) Control {
   FaultRecord* faults;
   uint32_t* abort;
   uint32_t stopping;  // 1: all warps of this worker stop at their next wait
-  uint32_t aborted;   // 1: they stop because another worker, or an earlier launch, has faulted
+  uint32_t aborted;   // 1: they stop because another worker has faulted; or kBehind
   uint32_t waiting;   // 1: the consumers wait for results of other workers, see Loader
   uint32_t rank;
 };
 static_assert(sizeof(Control) <= kControlBytes);
+// Control::aborted of a worker that begins when another one, most often of an earlier launch, has
+// faulted. It ends at once.
+constexpr uint32_t kBehind = 2;
 
 // The instruction that a warp executes and, when it stops, the cause. FaultRecord has the same
 // fields and says what they mean.

@@ -81,6 +81,8 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
 
 __device__ __forceinline__ void initialise(const Launch& launch) {
   if (threadIdx.x == 0) {
+    // First, because it takes longest.
+    const uint32_t aborted = ptx::load_relaxed(launch.abort) != 0 ? kBehind : 0;
 #pragma unroll 1
     for (uint32_t i = 0; i < kPages; ++i) {
       page_arrived(i).init(1);
@@ -105,7 +107,6 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
       scales.arrived().init(kWarpArrivals);
       scales.finished().init(kNumConsumers * kWarpArrivals);
     }
-    const uint32_t aborted = ptx::load_relaxed(launch.abort);
     control() = {launch.timeout, launch.faults, launch.abort, 0, aborted, 0, launch.rank};
     ptx::fence_mbarrier_init();
   }
@@ -117,8 +118,8 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
 template <class Used>
 __device__ __forceinline__ void run(const Launch& launch) {
   initialise(launch);
-  // Behind a launch that has faulted: its records stay.
-  if (__builtin_expect(control().aborted != 0, 0)) return;
+  // Its launch adds nothing to the records.
+  if (__builtin_expect(control().aborted == kBehind, 0)) return;
   if (warp_index() < kNumConsumers) {
     ptx::grow_registers<kConsumerRegisters>();
     run_consumer<Used>(launch);

@@ -2,7 +2,7 @@
 
 ``isa.hpp`` holds plain structs and constants, for the CPU interpreter and for device code alike;
 ``kernel_table.hpp`` includes every ``instructions/<name>/cpu.hpp`` and lists the kernels by opcode;
-``declared.hpp`` has a digest of every declaration, so that one that changes after the build is noticed;
+``declared.hpp`` has a digest of every declaration, so that changes after the build are noticed;
 ``note.hpp`` holds the record that the CPU's interpreter traces. ``launch.hpp`` and ``faults.hpp`` declare,
 for device code, the data that host and kernel exchange. specialisation.py makes the header of one program.
 
@@ -214,10 +214,15 @@ def isa_header(instructions: Iterable[type[Instruction]]) -> str:
 
 
 def digests(instructions: Iterable[type[Instruction]]) -> dict[str, str]:
-    """What compiled code knows of each source of ``isa.hpp``, as a digest by the source's path."""
+    """What the interpreter, when it is compiled, knows of each declaration: a digest by its path."""
     from megavm.vm import config
+    from megavm.vm.tensors import DType
 
-    known = {"vm/config.py": [*constants(config)]}
+    known = {
+        "vm/config.py": [*constants(config)],
+        "vm/cpu/notes.py": note_header().splitlines(),
+        "vm/tensors.py": [f"{t.name} {t.code} {t.size}" for t in DType],
+    }
     for cls in instructions:
         known[f"instructions/{cls.name()}/__init__.py"] = [
             *namespace_of(cls),
@@ -235,7 +240,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def declared_header(instructions: Iterable[type[Instruction]]) -> str:
-    """The text of ``declared.hpp``: the digests, for a process that runs what is compiled now."""
+    """The text of ``declared.hpp``: the digests at the time of the build."""
     lines = [WARNING, "#pragma once", "", "namespace megavm {", ""]
     lines += ["struct Declared {", "  const char* source;", "  const char* digest;", "};", ""]
     lines += ["constexpr Declared kDeclared[] = {"]

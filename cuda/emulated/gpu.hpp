@@ -7,10 +7,11 @@
 // then the destination holds garbage. Products of wgmma are computed when they are waited for.
 //
 // The emulation checks what a GPU would not say: that all lanes come to the same meeting, that
-// addresses are aligned and inside shared memory or a tensor, that semaphores get no more arrivals
-// than they count, that the warps of a warpgroup multiply the same operands and wait for them at
-// the same place, that no two lanes of a warp rewrite a tagged word at a time. It knows nothing of
-// caches and of the order of memory between workers beyond that of the host, and nothing of time.
+// addresses are aligned and inside shared memory, or a tensor or table of a program, that
+// semaphores get no more arrivals than they count, that the warps of a warpgroup multiply the same
+// operands and wait for them at the same place, that no two lanes of a warp rewrite a tagged word
+// at a time. It knows nothing of caches and of the order of memory between workers beyond that of
+// the host, and nothing of time.
 #pragma once
 
 #include <setjmp.h>
@@ -61,6 +62,12 @@ struct Failure {
 };
 inline Failure& failure() {
   static Failure shared;
+  return shared;
+}
+// Held while a launch runs. Kernels, which are libraries, share it and all that is inline and
+// static.
+inline std::mutex& launching() {
+  static std::mutex shared;
   return shared;
 }
 
@@ -228,7 +235,7 @@ void store_shared(uint32_t address, const Value& value) {
 
 // ---- Global memory. Words of up to 8 bytes are atomic.
 
-// What a launch may access: tensors, and its own tables. vm/cuda/emulated.py has the same struct.
+// A tensor or a table that a launch may access. vm/cuda/emulated.py has the same struct.
 struct Region {
   uint64_t begin, end;
   const char* name;
@@ -251,11 +258,12 @@ inline void set_regions(const Region* first, uint32_t count) {
 }
 
 [[noreturn]] inline void fail_outside(uint64_t address, uint64_t bytes, const Region* before) {
-  const std::string what = std::to_string(bytes) + " bytes at address " + std::to_string(address);
-  if (before == nullptr) fail("there is no memory for " + what);
-  fail("there is no tensor for " + what + ", " + std::to_string(address + bytes - before->end) +
-       " bytes of them beyond the end of " + before->name + " of " +
-       std::to_string(before->end - before->begin) + " bytes");
+  const std::string access = "an access of " + std::to_string(bytes) + " bytes";
+  if (before == nullptr)
+    fail(access + " at " + std::to_string(address) + " is outside of all tensors");
+  fail(access + " ends " + std::to_string(address + bytes - before->end) + " bytes beyond " +
+       before->name + " of " + std::to_string(before->end - before->begin) +
+       " bytes, the nearest before it");
 }
 
 inline void check_global(uint64_t address, uint64_t bytes) {
@@ -538,6 +546,10 @@ inline unsigned long long __float2ull_rn(float x) {
 }
 template <class Value>
 Value atomicAdd(Value* address, Value value) {
+  const auto* byte = reinterpret_cast<const unsigned char*>(address);
+  if (byte < emulated::worker->shared ||
+      byte >= emulated::worker->shared + emulated::worker->shared_bytes)
+    emulated::check_global(reinterpret_cast<uint64_t>(address), sizeof(Value));
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
 }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

@@ -31,11 +31,13 @@ std::string pages_left() {
 }  // namespace
 
 // Run the kernel of each of `ranks` ranks on `workers` workers of its own; in turn `stop_turn` of
-// its lanes, each is told to stop. `regions` of memory are all that it may access. Returns nothing,
-// or what went wrong; the text is valid until the next launch.
+// its lanes, each is told to stop. `regions` of memory are all that it may access. Launches of
+// other threads come after it. Returns nothing, or what went wrong; the text is valid until the
+// next launch.
 extern "C" const char* emulated_launch(const megavm::Launch* const* launches, uint32_t ranks,
                                        uint32_t workers, uint32_t seed, uint32_t stop_turn,
                                        const emulated::Region* regions, uint32_t num_regions) {
+  const std::lock_guard one_at_a_time(emulated::launching());
   emulated::set_regions(regions, num_regions);
   emulated::failure().failed = false;
   emulated::failure().text.clear();
@@ -53,6 +55,6 @@ extern "C" const char* emulated_launch(const megavm::Launch* const* launches, ui
                              megavm::kSharedBytes, seed, body, launch, at_turn, pages_left);
       });
   for (std::thread& thread : threads) thread.join();
-  emulated::set_regions(nullptr, 0);  // libraries share them
+  emulated::set_regions(nullptr, 0);
   return emulated::failure().failed ? emulated::failure().text.c_str() : nullptr;
 }

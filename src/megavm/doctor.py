@@ -6,6 +6,7 @@ never raise.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -129,8 +130,17 @@ def _examine_extension() -> dict[str, Any]:
     try:
         importlib.import_module(EXTENSION)
     except ImportError as error:
-        reason = f"not usable: {error}; install megavm with pip, which compiles it"
-        return {"available": False, "error": reason}
+        text = f"not usable: {error}; install megavm with pip, which compiles it"
+        return {"available": False, "reason": "the compiled extension is missing", "error": text}
+    # Without torch, which has a line of its own, nothing runs.
+    with contextlib.suppress(ImportError, OSError):
+        from megavm.vm.cpu.machine import check_declarations
+
+        try:
+            check_declarations()
+        except ValueError as error:
+            reason = "the compiled extension is of other declarations"
+            return {"available": False, "reason": reason, "error": f"not usable: {error}"}
     return {"available": True}
 
 
@@ -297,7 +307,7 @@ def _examine_machines(
 ) -> dict[str, dict[str, Any]]:
     """For each machine whether it can execute programs here, and if not, why."""
     no_torch = [] if torch["available"] else ["torch cannot be imported"]
-    no_extension = [] if extension["available"] else ["the compiled extension is missing"]
+    no_extension = [] if extension["available"] else [extension["reason"]]
     reasons = {
         "reference": no_torch,
         "cpu": no_torch + no_extension,

@@ -1,4 +1,4 @@
-"""Memory that ranks exchange words in, with a driver that has no room left at one of its calls."""
+"""Memory that ranks exchange words in, with a driver that fails at one of its calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess")
 
 
 class Full:
-    """A driver whose calls number ``failing`` and later fail until ``failing`` is None."""
+    """A driver whose call number ``failing`` fails, until that is None."""
 
     device = 0
 
-    def __init__(self, failing: int) -> None:
+    def __init__(self, failing: int, error: str) -> None:
         self.failing: int | None = failing
+        self.error = error
         self.called: list[str] = []
         self.created: set[int] = set()
         self.mapped: dict[int, int] = {}  # address -> handle
@@ -35,7 +36,7 @@ class Full:
 
     def call(self, name: str, *arguments: Any) -> Any:
         if len(self.called) == self.failing:
-            raise CudaError("CUDA_ERROR_OUT_OF_MEMORY", name)
+            raise CudaError(self.error, name)
         self.called.append(name)
         if name == "cuMemCreate":
             handle = len(self.called)
@@ -72,12 +73,16 @@ def arena_of(driver: Full) -> Arena:
 
 
 @pytest.mark.parametrize("failing", range(RANKS * COPIES * len(CALLS)))
-def test_a_call_without_room_leaves_nothing_behind(failing: int) -> None:
-    driver = Full(failing)
+@pytest.mark.parametrize("error", ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_NOT_SUPPORTED"])
+def test_a_call_that_fails_leaves_nothing_behind(failing: int, error: str) -> None:
+    driver = Full(failing, error)
     arena = arena_of(driver)
-    with pytest.raises(
-        torch.OutOfMemoryError, match=rf"^GPU 0 has no room for {SIZE} bytes .*{CALLS[failing % 3]}"
-    ):
+    kind: type[Exception] = CudaError
+    sentence = f"{CALLS[failing % len(CALLS)]} failed with {error}"
+    if error == "CUDA_ERROR_OUT_OF_MEMORY":
+        kind = torch.OutOfMemoryError
+        sentence = f"GPU 0 has no room for {SIZE} bytes that workers exchange: {sentence}"
+    with pytest.raises(kind, match=f"^{sentence}$"):
         arena._map_all(SIZE)
     kept = (driver.created, driver.mapped, driver.accessible, arena._mappings)
     assert not any(kept), kept

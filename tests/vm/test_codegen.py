@@ -102,12 +102,20 @@ def test_the_interpreter_refuses_declarations_that_it_was_not_compiled_with(
         [*others, changed("kind", FieldKind.REAL)],
     ):
         monkeypatch.setattr(Copy, "fields", fields)
-        cpu_machine._check_declarations.cache_clear()
+        cpu_machine.check_declarations.cache_clear()
         with pytest.raises(ValueError, match=r"^instructions/copy/__init__.py has changed "):
             CpuMachine()
     # Words for people are no part of it.
     monkeypatch.setattr(Copy, "fields", [*others, changed("doc", "something else")])
     CpuMachine()
+    cpu_machine.check_declarations.cache_clear()
+    monkeypatch.setattr(Copy, "name", lambda: "renamed")
+    with pytest.raises(ValueError, match=r"^instructions/copy/__init__.py has changed "):
+        CpuMachine()
+    monkeypatch.undo()
+    monkeypatch.delattr(_native, "declared")
+    with pytest.raises(ValueError, match=r"^vm/config.py has changed "):
+        CpuMachine()
 
 
 def check_cpp(folder: Path, headers: dict[str, str], facts: Iterable[str]) -> None:

@@ -46,7 +46,7 @@ class CpuMachine:
         check_resources: bool = False,
         trace: bool = False,
     ) -> None:
-        _check_declarations()
+        check_declarations()
         self.workers = workers or _native.num_processors()
         self.timeout = timeout
         self.check_resources = check_resources
@@ -76,13 +76,18 @@ def levels() -> list[str]:
 
 
 @functools.cache
-def _check_declarations() -> None:
-    """Raises ValueError when an instruction is not declared as it was when the interpreter was compiled."""
-    for source, digest in codegen.digests(instruction_set().values()).items():
-        if _native.declared.get(source, digest) != digest:
+def check_declarations() -> None:
+    """Raises ValueError when a declaration is not what it was when the interpreter was compiled.
+
+    Instructions that are new are refused when a program with them is loaded.
+    """
+    declared = codegen.digests(instruction_set().values())
+    # An interpreter from before there were digests has none.
+    for source, digest in getattr(_native, "declared", {"vm/config.py": ""}).items():
+        if declared.get(source) != digest:
             raise ValueError(
-                f"{source} has changed since the interpreter was compiled, which would read instructions "
-                "in another way: install megavm again (pip install --no-build-isolation --no-deps -e .)"
+                f"{source} has changed since the interpreter was compiled. It might read instructions in "
+                "another way: install megavm again (pip install --no-build-isolation --no-deps -e .)"
             )
 
 

@@ -148,6 +148,8 @@ class Arena:
                 added = self._mappings[before:]
                 del self._mappings[before:]
                 _release(driver, added)
+                if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+                    raise
                 raise torch.OutOfMemoryError(
                     f"GPU {driver.device} has no room for {size} bytes that workers exchange: {error}"
                 ) from error

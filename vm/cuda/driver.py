@@ -92,9 +92,9 @@ class Driver:
         """A copy on the GPU, made behind the work on torch's current stream; does not wait for it."""
         return data.pin_memory().to(self.memory_device, non_blocking=True)
 
-    def zeros(self, words: int) -> torch.Tensor:
-        """So many words on the GPU, int32."""
-        return torch.zeros(words, dtype=torch.int32, device=self.memory_device)
+    def zeros(self, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """So many zeros on the GPU."""
+        return torch.zeros(count, dtype=dtype, device=self.memory_device)
 
     def mark(self) -> Callable[[], None]:
         """Note the work on torch's current stream; the result waits for it. Both raise CudaError."""

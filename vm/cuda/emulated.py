@@ -16,10 +16,11 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +58,27 @@ def _compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
+Kept = TypeVar("Kept")
+
+
+class _Living(Generic[Kept]):
+    """Those of its objects that something else keeps alive. Any thread may add one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._references: list[weakref.ref[Kept]] = []
+
+    def add(self, one: Kept) -> Kept:
+        with self._lock:
+            kept = [known for known in self._references if known() is not None]
+            self._references = [*kept, weakref.ref(one)]
+        return one
+
+    def __iter__(self) -> Iterator[Kept]:
+        references = self._references  # is replaced, not changed
+        return (one for known in references if (one := known()) is not None)
+
+
 class EmulatedMachine(CudaMachine):
     """A CudaMachine of ``ranks`` GPUs that have ``workers`` SMs each and are emulated: memory is the host's.
 
@@ -83,7 +105,7 @@ class EmulatedMachine(CudaMachine):
             raise ValueError(f"kernels cannot be emulated: {reason}")
         self.seed, self.stop_turn = seed, stop_turn
         self._started: list[tuple[Any, Any, int]] = []  # function, parameters, workers
-        self._loaded: weakref.WeakSet[CudaExecutable] = weakref.WeakSet()
+        self._loaded: _Living[CudaExecutable] = _Living()
         self._emulated = [EmulatedDriver(self) for _ in range(ranks)]
         drivers: list[Driver] = [*self._emulated]
         self._initialise(tuple(range(ranks)), drivers, workers, timeout, trace, root)
@@ -102,8 +124,8 @@ class EmulatedMachine(CudaMachine):
         return executable
 
     def _regions(self) -> ctypes.Array[_Region]:
-        """The memory that launches may access: tensors of programs, their counters, and what they upload."""
-        named = [("a table", table) for driver in self._emulated for table in driver.tables()]
+        """The memory that a launch may access: tensors of all programs, their counters, and their tables."""
+        named = [("a table", table) for driver in self._emulated for table in driver.tables]
         for rank in (rank for executable in self._loaded for rank in executable._ranks):
             named.append(("the counters", rank.counters))
             named += [(f"tensor {name}", storage) for name, storage in rank.storages.items()]
@@ -180,7 +202,7 @@ class EmulatedDriver(Driver):
         self.api: Any = driver
         self.maps = {}
         self._machine = machine
-        self._tables: list[weakref.ref[torch.Tensor]] = []
+        self.tables: _Living[torch.Tensor] = _Living()  # that were uploaded or made
 
     def call(self, name: str, *arguments: Any) -> Any:
         """See ``Driver.call``."""
@@ -205,20 +227,11 @@ class EmulatedDriver(Driver):
 
     def upload(self, data: torch.Tensor) -> torch.Tensor:
         """See ``Driver.upload``."""
-        return self._known(data.clone())
+        return self.tables.add(data.clone())
 
-    def zeros(self, words: int) -> torch.Tensor:
+    def zeros(self, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """See ``Driver.zeros``."""
-        return self._known(super().zeros(words))
-
-    def _known(self, table: torch.Tensor) -> torch.Tensor:
-        self._tables = [known for known in self._tables if known() is not None]
-        self._tables.append(weakref.ref(table))
-        return table
-
-    def tables(self) -> list[torch.Tensor]:
-        """What was uploaded or made, and is still there."""
-        return [table for known in self._tables if (table := known()) is not None]
+        return self.tables.add(super().zeros(count, dtype))
 
     def _cuLaunchKernel(self, function: Any, workers: int, *others: Any) -> None:
         pointers = ctypes.cast(others[-2], ctypes.POINTER(ctypes.c_void_p))

@@ -295,7 +295,7 @@ class CudaExecutable:
         parameters.instructions = words.data_ptr() + index * INSTRUCTION_BYTES
         parameters.exchanges = table.data_ptr() + index * EXCHANGE.size
         parameters.queue_begin = ends.data_ptr()
-        events = own.zeros(TRACE_COLUMNS * 2) if self._traces else None
+        events = own.driver.zeros(TRACE_COLUMNS, torch.int64) if self._traces else None
         parameters.trace = 0 if events is None else events.data_ptr()
         parameters.first_copy = self._first_copy()
         self.memory.turns.ahead = step
@@ -365,7 +365,7 @@ class CudaExecutable:
         rows = len(self._tables.order) * steps
         notes = []
         for rank in self._ranks:
-            times = rank.zeros(max(rows, 1) * TRACE_COLUMNS * 2).view(torch.int64)
+            times = rank.driver.zeros(max(rows, 1) * TRACE_COLUMNS, torch.int64)
             rank.parameters.trace = times.data_ptr()
             notes.append(times.view(-1, TRACE_COLUMNS)[:rows])
         return notes

@@ -83,11 +83,11 @@ class RankPart:
         self._regions = self.upload(exchanges.regions)
         self._counts = self.upload(exchanges.counts)
         self._signals = self.upload(tables.signals)
-        self._ticket = self.zeros(1)
+        self._ticket = self.driver.zeros(1)
         # Counters of barriers and hints, then the abort word.
         self.counters = counters
         self._abort = counters[-1:]
-        self.records = self.zeros(program.workers * NUM_WARPS * RECORD_WORDS)
+        self.records = self.driver.zeros(program.workers * NUM_WARPS * RECORD_WORDS)
         self._host_abort = self.driver.host_word()
         self._aborted = self._host_abort.numpy()
         self._stream: int | None = None  # launches run on it until ``wait`` returns
@@ -116,9 +116,6 @@ class RankPart:
         """The array's bytes on the GPU, for launches on torch's current stream from now on."""
         data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         return self.driver.upload(torch.from_numpy(data))
-
-    def zeros(self, words: int) -> torch.Tensor:
-        return self.driver.zeros(words)
 
     def resolve(self) -> None:
         """Build the tables of tensors on the GPU and keep their storage alive.

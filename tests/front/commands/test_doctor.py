@@ -11,6 +11,8 @@ import pytest
 from command_line import Run
 
 from megavm import doctor
+from megavm.instructions.copy import Copy
+from megavm.vm.cpu.machine import check_declarations
 
 
 def test_doctor_says_what_runs_here_and_why_not(run: Run) -> None:
@@ -35,6 +37,16 @@ def test_doctor_works_where_nothing_is_installed(monkeypatch: pytest.MonkeyPatch
     assert "torch cannot be imported" in report["machines"]["cpu"]["reasons"]
     assert "the compiled extension is missing" in report["machines"]["cpu"]["reasons"]
     assert "not usable" in doctor.format_report(report)
+
+
+def test_doctor_says_that_declarations_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copy, "fields", Copy.fields[:-1])
+    check_declarations.cache_clear()
+    report = doctor.examine()
+    assert report["machines"]["cpu"]["reasons"] == [
+        "the compiled extension is of other declarations"
+    ]
+    assert "not usable: instructions/copy/__init__.py has changed" in doctor.format_report(report)
 
 
 def test_doctor_describes_the_gpus_that_libcuda_names(monkeypatch: pytest.MonkeyPatch) -> None:
