@@ -1,5 +1,8 @@
 // A launch of an emulated kernel. The entry point is that of the GPU.
 #include "cuda/emulated/gpu.hpp"
+
+#include <latch>
+
 #include "cuda/megakernel.cu"
 
 namespace megavm {
@@ -47,10 +50,12 @@ extern "C" const char* emulated_launch(const megavm::Launch* const* launches, ui
   const auto at_turn = [stop_turn](uint32_t turn) {
     if (turn == stop_turn) megavm::control().stopping = 1;
   };
+  std::latch begun(ranks * workers);  // as on a GPU, all of them run before one has ended
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < ranks; ++rank)
     for (uint32_t i = 0; i < workers; ++i)
-      threads.emplace_back([=, launch = launches[rank]] {
+      threads.emplace_back([=, &begun, launch = launches[rank]] {
+        begun.arrive_and_wait();
         emulated::run_worker(i, workers, megavm::kNumThreads, megavm::shared_memory,
                              megavm::kSharedBytes, seed, body, launch, at_turn, pages_left);
       });
