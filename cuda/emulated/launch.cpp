@@ -1,5 +1,5 @@
 // A launch of an emulated kernel. The entry point is that of the GPU.
-#include "cuda/emulated/gpu.hpp"
+#include "cuda/emulated/builtins.hpp"
 
 #include <latch>
 

@@ -193,9 +193,9 @@ def test_accesses_beyond_a_tensor_are_refused(
     # NOTE: right behind it, where the host's memory has a gap.
     file = "fast.cuh" if kind is Attention else "cuda.cuh"
     root = changed_sources(tmp_path, f"instructions/{kind.name()}/{file}", text, other)
-    examples = [e for e in examples_of(kind) if e.name.startswith(("fast", "f32 to f32"))]
+    example = next(e for e in examples_of(kind) if e.name.startswith(("fast", "f32 to f32")))
     with pytest.raises(MachineFault, match=rf"ends \d+ bytes beyond tensor {beyond}"):
-        check_example(EmulatedMachine(root=root), examples[0], alone=False)
+        check_example(EmulatedMachine(root=root), example, alone=False)
 
 
 @pytest.mark.parametrize("kind", [EmulatedMachine, CpuMachine, ReferenceMachine])

@@ -81,10 +81,10 @@ def check_declarations() -> None:
 
     Instructions that are new are refused when a program with them is loaded.
     """
-    declared = codegen.digests(instruction_set().values())
+    now = codegen.digests(instruction_set().values())
     # An interpreter from before there were digests has none.
     for source, digest in getattr(_native, "declared", {"vm/config.py": ""}).items():
-        if declared.get(source) != digest:
+        if now.get(source) != digest:
             raise ValueError(
                 f"{source} has changed since the interpreter was compiled. It might read instructions in "
                 "another way: install megavm again (pip install --no-build-isolation --no-deps -e .)"

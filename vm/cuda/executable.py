@@ -78,7 +78,7 @@ class CudaExecutable:
         self._tagged = frozenset(spec.name for spec in program.tensors if spec.tagged)
         words = (tables.num_counters + 1) * BARRIER_STRIDE
         if machine.arena is None:
-            counters = [torch.zeros(words, dtype=torch.int32, device=memory.device)]
+            counters = [machine.drivers[0].zeros(words)]
         else:
             counters = list(machine.arena.allocate((words,), torch.int32))
         self._ranks = [

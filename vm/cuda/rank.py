@@ -91,7 +91,6 @@ class RankPart:
         self._host_abort = self.driver.host_word()
         self._aborted = self._host_abort.numpy()
         self._stream: int | None = None  # launches run on it until ``wait`` returns
-        self.storages: dict[str, torch.Tensor] = {}  # of the program's tensors
         self.parameters = LaunchParameters(
             instructions=self._instructions.data_ptr(),
             queue_begin=self._queue_begin.data_ptr(),
@@ -124,7 +123,7 @@ class RankPart:
         """
         specs = self._program.tensors
         table = np.zeros(max(len(specs), 1), dtype=TENSOR.dtype())
-        self.storages = {}
+        self.storages: dict[str, torch.Tensor] = {}  # by the names of tensors
         for entry, spec in zip(table, specs, strict=False):
             storage = self.memory.storage(spec.name)
             if storage.data_ptr() % LOAD_BYTES:

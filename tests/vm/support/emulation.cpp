@@ -1,6 +1,6 @@
 // Small kernels for tests/vm/test_emulated_gpu.py: what the emulation refuses, and its matrix
 // instructions with operands and results as plain matrices.
-#include "cuda/emulated/gpu.hpp"
+#include "cuda/emulated/builtins.hpp"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
 

@@ -152,8 +152,7 @@ inline uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
 inline void bulk_load(uint32_t to, uint64_t from, uint32_t bytes, uint32_t mbarrier, uint64_t) {
   if (bytes == 0 || bytes % 16 != 0)
     emulated::fail("a copy of " + std::to_string(bytes) + " bytes: not a multiple of 16");
-  const void* source = emulated::global<Words4>(from);
-  emulated::check_global(from, bytes);
+  const void* source = emulated::global<Words4>(from, sizeof(Words4), bytes);
   unsigned char* target = emulated::shared_bytes(to, bytes, 16);
   emulated::copy_later(to, bytes, mbarrier, [=] { std::memcpy(target, source, bytes); });
 }
