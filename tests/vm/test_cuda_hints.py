@@ -71,3 +71,28 @@ def test_every_product_of_words_has_a_hint_of_its_input() -> None:
     for inst, hint in zip(program.instructions, hints, strict=True):
         if isinstance(inst, Matmul) and inst.x in inputs:
             assert hint[1] != NONE
+
+
+def test_the_last_part_of_a_product_waits_for_no_hint_of_the_others() -> None:
+    """It multiplies first. Where a part is shorter, its workers have other columns than those of the rest."""
+    config = LlamaConfig(67, 192, 160, 2, 4, 2, 16)
+    limits = Limits(4, 64, 4, 4, 64, 4)
+    options = CompileOptions(12, exchange="preferred", column_unit=8, part_of_k=64)
+    graph = llama_graph(config, limits, Bucket(4, 4, 64, decode=True), BF16)
+    program = compile_graph(graph, options)
+    hints, _ = make_hints(program)
+    adding = [
+        number
+        for number, inst in enumerate(program.instructions)
+        if isinstance(inst, Matmul) and inst.addends != NONE
+    ]
+    assert adding
+    parts = {program.instructions[number].addends for number in adding}
+    for number in adding:
+        counted = np.flatnonzero(hints[:, 0] == hints[number, 1])
+        written = {
+            region.tensor
+            for writer in counted
+            for region in program.instructions[writer].writes(program.tensors)
+        }
+        assert hints[number, 1] == NONE or not written & parts

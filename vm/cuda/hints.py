@@ -16,7 +16,9 @@ def make_hints(
     """The hints of every instruction, uint32 [n, 2] (signal, wait), and the signals of their counters.
 
     The largest tagged region that an instruction reads has a counter if several instructions write it and
-    at least half as many read it; without a hint all readers would poll its words. An instruction whose
+    several, at least half as many, read it; without a hint all readers would poll its words. A single reader's polls
+    delay nobody, and it may await these words behind work that needs none of them: the last part of a product adds up
+    the other parts when its own is computed. An instruction whose
     results begin in several such regions signals the largest. A counter counts writers on its own rank: those
     on others are about as far, and adding to counters of other GPUs was slower. Counters are numbered after the program's
     barriers. ``regions``: the program's tagged regions, if known.
@@ -44,7 +46,7 @@ def make_hints(
     begins = begins[np.argsort(begins[:, 0], kind="stable")]
     readers = np.bincount(source, minlength=len(regions))
     writers = np.bincount(np.unique(begins[:, 1:], axis=0)[:, 1], minlength=len(regions))
-    hinted = (writers > 1) & (writers <= 2 * readers)
+    hinted = (writers > 1) & (readers > 1) & (writers <= 2 * readers)
     number = np.where(hinted, len(program.barriers) + np.cumsum(hinted) - 1, NONE)
     begins = begins[hinted[begins[:, 2]]]
     width = regions[begins[:, 2], 4] - regions[begins[:, 2], 3]
