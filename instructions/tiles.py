@@ -11,6 +11,8 @@ from megavm.vm.operands import present
 from megavm.vm.tensors import F32, Region, TensorSpec
 
 SCALED = ("out_gain", "out_scaled", "out_squares")  # operands of a producer of rows to normalise
+# Sums of squares of a row that a GPU loads together. Of a row that has no multiple of it, it loads them one by one.
+LOADED_SQUARES = 4
 
 
 def round_up(size: int, unit: int) -> int:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from megavm.instructions.tiles import kinds, round_up, shapes, squares_of, squares_unit
+from megavm.instructions.tiles import (
+    LOADED_SQUARES,
+    kinds,
+    round_up,
+    shapes,
+    squares_of,
+    squares_unit,
+)
 from megavm.vm.config import (
     BLOCK_UNITS,
     CPU_LANES,
@@ -103,7 +110,7 @@ class Product(Instruction, is_base=True):
         squares = 0
         if self.x_squares != NONE:
             squares = 1 << tensors[self.x_squares].tagged
-            squares |= 4 if tensors[self.x_squares].columns % 4 else 0
+            squares |= 4 if tensors[self.x_squares].columns % LOADED_SQUARES else 0
         both = {
             "any_part_of_k": union(width < weight.columns),
             "any_bf16_weights": union(weight.dtype is not F32),

@@ -16,6 +16,7 @@ from megavm.instructions.attention.lower import attention_tiling
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.tiles import LOADED_SQUARES
 from megavm.scheduler.compiler.compile import compile_graph, unordered
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions, default_options
@@ -23,7 +24,7 @@ from megavm.scheduler.compiler.tiling import matrix_tiles
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, default_logit_rows, llama_graph
 from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
-from megavm.vm.config import NONE
+from megavm.vm.config import NONE, WIDE_SQUARES
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16, F32, DType, TensorKind
 from megavm.vm.verify import verify
@@ -232,3 +233,23 @@ def test_attention_gives_two_tiles_to_a_worker_only_if_tiles_would_be_too_large(
         tiling = attention_tiling(rows, heads, 64, context, options, queries)
         tiles = -(-rows // tiling.rows) * tiling.heads * tiling.splits
         assert tiles <= workers or (queries and tiling.rows == largest)
+
+
+@pytest.mark.parametrize("hidden", [576, 896, 960, 2048])  # SmolLM and others; Llama 3.2 1B
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 512])
+def test_sums_of_squares_of_a_row_are_loaded_together(hidden: int, rows: int) -> None:
+    """Rows of 576 had nine of 64 columns: batches of 64 took three times as long as of 32."""
+    config = LlamaConfig(257, hidden, 512, 1, hidden // 64, hidden // 64, 64)
+    limits = Limits(rows, 320, rows, default_logit_rows(rows, rows), 5 * rows, 64)
+    options = functools.partial(default_options, "cuda", TARGETS["cuda"].workers)
+    bucket = choose_bucket(config, limits, options, rows, rows, 260, decode=True)
+    program = compile_bucket(config, limits, BF16, bucket, options)
+    squares = {
+        program.tensors[inst.x_squares].columns
+        for inst in program.instructions
+        if isinstance(inst, (Matmul, QkvRope, GateUp)) and inst.x_squares != NONE
+    }
+    assert squares
+    assert all(columns % LOADED_SQUARES == 0 for columns in squares)
+    if rows >= 64 and hidden == 2048:
+        assert squares == {hidden // WIDE_SQUARES}
