@@ -81,18 +81,17 @@ def test_the_last_part_of_a_product_waits_for_no_hint_of_the_others() -> None:
     graph = llama_graph(config, limits, Bucket(4, 4, 64, decode=True), BF16)
     program = compile_graph(graph, options)
     hints, _ = make_hints(program)
-    adding = [
-        number
+    adding = {
+        number: inst.addends
         for number, inst in enumerate(program.instructions)
         if isinstance(inst, Matmul) and inst.addends != NONE
-    ]
+    }
     assert adding
-    parts = {program.instructions[number].addends for number in adding}
-    for number in adding:
+    for number, parts in adding.items():
         counted = np.flatnonzero(hints[:, 0] == hints[number, 1])
         written = {
             region.tensor
             for writer in counted
             for region in program.instructions[writer].writes(program.tensors)
         }
-        assert hints[number, 1] == NONE or not written & parts
+        assert hints[number, 1] == NONE or parts not in written
