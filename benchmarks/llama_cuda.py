@@ -40,6 +40,11 @@ MODELS = {
     "8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128),
     "70b": LlamaConfig(128256, 8192, 28672, 80, 64, 8, 128),
     "tinyllama": LlamaConfig(32000, 2048, 5632, 22, 32, 4, 64),
+    # Narrow ones, whose rows do not fill pages, and ones with as many KV heads as heads.
+    "smollm-135m": LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True),
+    "smollm-360m": LlamaConfig(49152, 960, 2560, 32, 15, 5, 64, tie_word_embeddings=True),
+    "llama2-7b": LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128),
+    "llama2-13b": LlamaConfig(32000, 5120, 13824, 40, 40, 40, 128),
     "stories": Checkpoint.open(resolve("stories")).config,
 }
 

@@ -12,6 +12,9 @@ cuBLAS for a product of 8192 x 8192 x 8192.
 ``--torch``: a step of torch.compile at the same batch (torch_baseline.py). ``--products``: the
 products of a layer by cuBLAS, and causal attention of a prompt by torch (the fastest of its
 kernels), each alone.
+
+At the end it says which batches stand out: those that take longer than a larger one, or more time for a
+row than a smaller one. A model whose shapes nobody has measured may have such sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +198,17 @@ def contexts_of(batch: int, args: argparse.Namespace) -> npt.NDArray[np.int32]:
     return contexts
 
 
+def standing_out(times: Mapping[int, float]) -> Iterator[str]:
+    """A sentence for each batch that takes longer than the next larger one of ``times``, us by batch, or
+    more time for a row than the next smaller one."""
+    for (few, before), (many, after) in itertools.pairwise(sorted(times.items())):
+        pair = f"{few} rows take {before:.0f} us and {many} take {after:.0f}"
+        if after < before:
+            yield f"{pair}: more rows take less time"
+        elif after / many > before / few:
+            yield f"{pair}: a row takes {after / many:.1f} in place of {before / few:.1f} us"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -301,6 +317,8 @@ def main() -> None:
             del runner
             gc.collect()
             torch.cuda.empty_cache()
+            for sentence in standing_out({found["what"]: found["us"] for found in results}):
+                print(f"{model} stands out: {sentence}")
         if not args.prefill:
             continue
         runner = make_runner(

@@ -140,6 +140,18 @@ def test_a_trace_of_a_benchmark_has_the_ceilings_of_all_gpus(
     assert (found["flops_per_second"], found["flops_per_second_median"]) == (21e14, 18e14)
 
 
+def test_batches_stand_out_that_take_longer_than_larger_ones_or_more_for_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    standing_out = importlib.import_module("throughput_cuda").standing_out
+    assert list(standing_out({1: 600.0, 16: 900.0, 8: 780.0, 32: 1200.0})) == []
+    assert list(standing_out({64: 4241.0, 16: 1589.0, 32: 1455.0})) == [
+        "16 rows take 1589 us and 32 take 1455: more rows take less time",
+        "32 rows take 1455 us and 64 take 4241: a row takes 66.3 in place of 45.5 us",
+    ]
+
+
 def test_samples_of_a_kernel_are_dealt_out_to_the_parts_of_its_source(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
