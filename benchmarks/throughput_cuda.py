@@ -13,8 +13,8 @@ cuBLAS for a product of 8192 x 8192 x 8192.
 products of a layer by cuBLAS, and causal attention of a prompt by torch (the fastest of its
 kernels), each alone.
 
-At the end it says which batches stand out: those that take longer than a larger one, or more time for a
-row than a smaller one. A model whose shapes nobody has measured may have such sizes.
+At the end it says which batches stand out: those that take longer than a larger one, or more time
+for a row than a smaller one. A model whose shapes nobody has measured may have such sizes.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def contexts_of(batch: int, args: argparse.Namespace) -> npt.NDArray[np.int32]:
 
 
 def standing_out(times: Mapping[int, float]) -> Iterator[str]:
-    """A sentence for each batch that takes longer than the next larger one of ``times``, us by batch, or
-    more time for a row than the next smaller one."""
+    """A sentence for each batch of ``times``, us by batch, that takes longer than the next larger
+    one, or more time for a row than the next smaller one."""
     for (few, before), (many, after) in itertools.pairwise(sorted(times.items())):
         pair = f"{few} rows take {before:.0f} us and {many} take {after:.0f}"
         if after < before:
