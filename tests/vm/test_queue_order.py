@@ -117,10 +117,13 @@ def test_a_chain_in_a_queue_is_computed_in_its_order(
 
 @pytest.fixture(scope="module")
 def holding_machine(
-    make_cuda_machine: Callable[..., CudaMachine], tmp_path_factory: pytest.TempPathFactory
+    make_cuda_machine: Callable[..., CudaMachine],
+    tmp_path_factory: pytest.TempPathFactory,
+    pytestconfig: pytest.Config,
 ) -> CudaMachine:
-    """A GPU whose kernels hold their stores back."""
-    folder, held = tmp_path_factory.mktemp("sources"), "kHoldStores = 20000;"
+    """A GPU whose kernels hold their stores back, for longer than an instruction takes."""
+    nanoseconds = 2_000_000 if pytestconfig.getoption("--emulate-gpu") else 20_000
+    folder, held = tmp_path_factory.mktemp("sources"), f"kHoldStores = {nanoseconds};"
     root = changed_sources(folder, "cuda/config.cuh", "kHoldStores = 0;", held)
     return make_cuda_machine(root=root)
 
