@@ -88,7 +88,8 @@ class Target:
     ``block_rows`` rows of the weight. In steps of up to ``matrix_part_rows`` rows they are split along K too,
     into parts of at least ``matrix_part`` columns. ``matrix_times`` predicts how long their tiles take. The rows of
     ``matrix_row_tiles`` tiles of rows stay in the second-level cache. From ``wide_squares_rows`` rows on, sums of
-    squares are of WIDE_SQUARES columns: each worker adds up those of all its rows.
+    squares are of WIDE_SQUARES columns, if a row has a multiple of four of them: each worker adds up those of all its
+    rows.
 
     Attention takes up to ``attention_elements`` elements of the queries for one KV head at a time, of
     several rows of a prompt (0: the rows of an instruction need not be few).
