@@ -73,7 +73,8 @@ def test_a_llama_computes_what_the_cpu_does(stand_in: bool) -> None:
         assert difference < TOLERANCE, f"step of {what}: {difference:.3f} deviations"
 
 
-@pytest.mark.parametrize("seed", range(3))
+# Heads of 32; of 128, and rows that are no whole boxes; of 64, and rows longer than a kernel holds at a time.
+@pytest.mark.parametrize("seed", [0, 133, 143])
 def test_a_random_llama_computes_what_the_cpu_does(seed: int) -> None:
     """scripts/fuzz-llamas --bfloat16 runs many."""
     assert not check_random(random_case(seed), EmulatedMachine(seed=seed))
@@ -237,16 +238,11 @@ def test_blocks_of_one_pass_and_of_two_share_the_scratch() -> None:
     config = replace(LLAMA, intermediate_size=2112, num_layers=2)
     limits = Limits(16, 64, 16, 16, 16, 64)
     step = step_of([(s, range(12 + s, 13 + s)) for s in range(12)])
-    runners = [
-        runner_on(machine, target, workers, config=config, limits=limits)
-        for machine, target, workers in (
-            (EmulatedMachine(seed=4), "cuda", 3),
-            (CpuMachine(), "cpu", 1),
-        )
-    ]
-    for runner in runners:
+    emulated = runner_on(EmulatedMachine(seed=4), "cuda", 3, config=config, limits=limits)
+    cpu = runner_on(CpuMachine(), "cpu", 1, config=config, limits=limits)
+    for runner in (emulated, cpu):
         runner.run(step, 1)
-    assert apart(runners[0], runners[1], 12) < TOLERANCE
+    assert apart(emulated, cpu, 12) < TOLERANCE
 
 
 @pytest.mark.parametrize(("rows", "most"), [(400, 512), (530, 768)])
