@@ -81,11 +81,13 @@ class StepShape:
     """What decides how the workers of a step exchange its activations.
 
     ``columns``: of the widest rows that products normalise, the hidden size of a model; 0: there are none.
+    ``pairs``: of a row and a KV head that a worker attends to, at most; 0: there are none.
     """
 
     rows: int
     columns: int
     ranks: int
+    pairs: int
 
 
 class Instruction:

@@ -223,8 +223,10 @@ class Attention(Instruction):
     @classmethod
     def prefers_words(cls, operand: str, operands: Collection[str], shape: StepShape) -> bool:
         # One worker reads each word. Without k_new it waits for a barrier, because of the caches. Matrix
-        # products store words no sooner than they signal.
-        return shape.rows == 1 or ("k_new" in operands and shape.rows <= MAX_GROUP_ROWS)
+        # products store words no sooner than they signal. With several pairs of a row and a head, the
+        # machine would wait for the words of all before the first.
+        few = shape.rows <= MAX_GROUP_ROWS and shape.pairs <= 1
+        return shape.rows == 1 or ("k_new" in operands and few)
 
     def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin

@@ -131,6 +131,14 @@ def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Val
             (o.inputs["x"].columns for o in operations if "x_squares" in o.inputs), default=0
         ),
         ranks=max((value.shares for value in outputs), default=1),
+        pairs=max(
+            (
+                pairs_of_worker(o.inputs["q"].rows, o.inputs["k_cache"].memory, options)
+                for o in operations
+                if o.kind == "attention"
+            ),
+            default=0,
+        ),
     )
     for operation in operations:
         reader = instruction_of(operation.kind)
@@ -143,6 +151,11 @@ def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Val
             if not reader.prefers_words(name, names, shape)
         )
     return outputs
+
+
+def pairs_of_worker(rows: int, cache: TensorSpec, options: CompileOptions) -> int:
+    """The pairs of a row and a KV head that a worker attends to, at most."""
+    return -(-rows * cache.shape[1] // options.workers)
 
 
 def _untaggable(operation: Operation) -> Iterator[Value]:

@@ -16,6 +16,7 @@ from megavm.scheduler.compiler.graph import Graph, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
+from megavm.vm.isa import Instruction
 from megavm.vm.machine import Machine
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program, with_header
@@ -112,19 +113,38 @@ def test_decode_steps_with_words_choose_what_steps_with_barriers_choose(
 def test_attention_of_a_decode_step_waits_for_no_barrier_of_its_step(
     options: CompileOptions,
 ) -> None:
-    program = decode_llama(options, 5, dtype=BF16 if options.column_unit > 2 else F32)
-    tagged = {t.name.split(".")[3] for t in program.tensors if t.tagged and ".qkv." in t.name}
-    assert tagged == {"q", "k_new", "v_new"}
-    later = [
+    rows = min(options.workers // 2, 5)  # two KV heads: a worker has no more than one of a row
+    program = decode_llama(options, rows, dtype=BF16 if options.column_unit > 2 else F32)
+    assert tagged_for_attention(program) == {"q", "k_new", "v_new"}
+    for inst, waits in attention_waits(program):
+        assert inst.name() == "attention_merge" or waits
+        assert all(name.endswith("qkv") and target == 0 for name, target in waits)
+    # The tiles of rows and heads keep all workers busy but those of the largest program.
+    assert ("layers.1.attention.merge" in program.labels) == (options.workers > 10)
+
+
+@pytest.mark.parametrize("options", PREFERRED, ids=name_of)
+def test_attention_to_more_rows_and_heads_than_workers_has_a_barrier_in_place_of_words(
+    options: CompileOptions,
+) -> None:
+    rows = options.workers // 2 + 1
+    program = decode_llama(options, rows, dtype=BF16 if options.column_unit > 2 else F32)
+    assert tagged_for_attention(program) == set()
+    for inst, waits in attention_waits(program):
+        assert inst.name() == "attention_merge" or ("layers.1.qkv", 0) not in waits
+        assert any(name == "layers.1.qkv" and target > 0 for name, target in waits)
+
+
+def tagged_for_attention(program: Program) -> set[str]:
+    return {t.name.split(".")[3] for t in program.tensors if t.tagged and ".qkv." in t.name}
+
+
+def attention_waits(program: Program) -> list[tuple[Instruction, list[tuple[str, int]]]]:
+    return [
         (inst, [(program.barriers[w.barrier].split(".done")[0], w.target) for w in inst.waits])
         for inst, label in zip(program.instructions, program.labels, strict=True)
         if label.startswith("layers.1.attention")
     ]
-    for inst, waits in later:
-        assert inst.name() == "attention_merge" or waits
-        assert all(name.endswith("qkv") and target == 0 for name, target in waits)
-    # 10 tiles of rows and heads keep fewer workers busy as they are.
-    assert ("layers.1.attention.merge" in program.labels) == (options.workers > 10)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -11,6 +11,7 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import (
     consists_of_words,
     has_whole_words,
+    pairs_of_worker,
     tagged_spec,
 )
 from megavm.vm.isa import StepShape
@@ -46,7 +47,14 @@ def _newest(operation: Operation, options: CompileOptions) -> dict[str, Value]:
     q, cache = operation.outputs["q"], operation.outputs["k_cache"].memory
     shape = (operation.inputs["x"].rows, QkvRope.k_cache.entry_columns(cache))
     may_tag = options.exchange == "tagged" or Attention.prefers_words(
-        "k_new", ("k_new",), StepShape(shape[0], operation.inputs["x"].columns, q.shares)
+        "k_new",
+        ("k_new",),
+        StepShape(
+            rows=shape[0],
+            columns=operation.inputs["x"].columns,
+            ranks=q.shares,
+            pairs=pairs_of_worker(shape[0], cache, options),
+        ),
     )
     values = {}
     for part in "kv":
