@@ -16,7 +16,8 @@ constexpr uint32_t kAnyPartOfK = 0;       // whether some products multiply a pa
 constexpr uint32_t kMaxAddends = 0;       // most other parts that a product adds to its own
 constexpr uint32_t kAnyPartialPages = 0;  // whether rows of some weights do not fill whole pages
 constexpr uint32_t kAnyRaggedK = 0;       // whether rows of some weights do not fill whole tiles
-constexpr uint32_t kAnyOddPages = 0;      // whether some units have an odd number of pages
+// Numbers of pages of units: bit i for i pages, the last bit for as many or more.
+constexpr uint32_t kUnitPageCounts = 0;
 constexpr uint32_t kSpanUnits = kBlockUnits;  // units that are multiplied chunk by chunk
 constexpr uint32_t kAnyF32Weights = 0;
 constexpr uint32_t kAnyProduct = 0;
@@ -101,6 +102,17 @@ constexpr uint32_t kChunkPages = program::kChunkPages;  // a unit's pages in a c
 constexpr uint32_t kSpanUnits =
     kSingleRow || program::kFixedOrder ? kBlockUnits : program::kSpanUnits;
 static_assert(kSpanUnits % kBlockUnits == 0 && kSpanUnits <= kMaxSpanUnits);
+// Whether the pages of some unit leave this remainder if they are divided by `count`, or any.
+constexpr bool any_pages_left(uint32_t count, uint32_t remainder) {
+  for (uint32_t i = 1; i < kMostCountedPages; ++i)
+    if (program::kUnitPageCounts >> i & 1 && i % count == remainder) return true;
+  return program::kUnitPageCounts >> kMostCountedPages & 1;
+}
+constexpr bool any_pages_left(uint32_t count) {
+  for (uint32_t i = 1; i < count; ++i)
+    if (any_pages_left(count, i)) return true;
+  return false;
+}
 constexpr bool kOneChunk = kChunkPages == program::kUnitPages;  // a chunk holds any whole input
 // The input of one row lies in shared memory (the panel), that of several rows in registers.
 constexpr uint32_t kPanelBytes = program::kPanelBytes;

@@ -6,19 +6,15 @@
 
 namespace megavm {
 
-// Whether a page, and with `next_too` the one after it, has arrived. All lanes get lane 0's answer.
-__device__ __forceinline__ bool has_arrived(PageCursor page, bool next_too = false) {
-  PageCursor next = page;
-  next.advance();
-  bool there = page_arrived(page.slot).is_over(page.phase);
-  if (next_too) there &= page_arrived(next.slot).is_over(next.phase);
-  there = __shfl_sync(~0u, there, 0);
+// Whether `count` pages, from `page` on, have arrived. All lanes get the same answer.
+__device__ __forceinline__ bool has_arrived(PageCursor page, uint32_t count) {
+  PageCursor mine = page;
+  mine.advance(lane_index());
+  const bool there =
+      __all_sync(~0u, lane_index() >= count || page_arrived(mine.slot).is_over(mine.phase));
   __syncwarp();
   if constexpr (kWarpArrivals > 1)
-    if (there) {
-      page_arrived(page.slot).wait(page.phase);
-      if (next_too) page_arrived(next.slot).wait(next.phase);
-    }
+    for (; there && count > 0; --count, page.advance()) page_arrived(page.slot).wait(page.phase);
   return there;
 }
 

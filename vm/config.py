@@ -68,7 +68,9 @@ BOX_ROW_BYTES = 2 * BOX_COLUMNS
 BOX_TILES = BOX_ROW_BYTES // TILE_ROW_BYTES  # tiles of each unit in a box of weights
 MAP_WORD_BYTES = 8  # maps of weights count words of this size
 ROW_CHUNK_PAGES = 4  # pages of a unit multiplied at a time, in steps of one row
-ROWS_CHUNK_PAGES = 2  # the same, in steps of several rows
+MIN_ROWS_CHUNK_PAGES = 2  # fewest and most of them in steps of several rows
+MAX_ROWS_CHUNK_PAGES = 3
+MOST_COUNTED_PAGES = 31  # kernels know which numbers of pages their units have, up to this
 MAX_SPAN_UNITS = 32  # most units that are multiplied with such a chunk of x one after the other
 
 # Attention on the GPU.

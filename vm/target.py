@@ -17,8 +17,8 @@ from megavm.vm.config import (
     MAX_MATRIX_ROWS,
     MIN_GROUP_ROWS,
     MIN_MATRIX_ROWS,
+    MIN_ROWS_CHUNK_PAGES,
     PAGE_BYTES,
-    ROWS_CHUNK_PAGES,
     SPLIT_COLUMNS,
     UNIT_ROWS,
     WORKING_BYTES,
@@ -189,8 +189,8 @@ TARGETS = {
                 (MAX_GROUP_ROWS, 512 * 1024),
             ),
             group_rows=MAX_GROUP_ROWS,
-            # The columns of a unit of bfloat16 weights that the kernel takes at once.
-            part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,
+            # The fewest columns of bfloat16 weights that a kernel takes at once.
+            part_of_k=MIN_ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,
             part_unit=PAGE_BYTES // UNIT_ROWS // BF16.size,
             few_parts=3,
             min_matrix_rows=MIN_MATRIX_ROWS,

@@ -105,6 +105,9 @@ GROUPS = [
     Case("eight rows, long", rows=8, k=3104, columns=299, tiles=2, live=7),
     Case("eight rows, long and scaled", rows=7, k=4160, columns=88, extras=True, scaled=True),
     Case("eight rows, long and tagged", rows=5, k=2112, columns=75, tagged=True, extras=True),
+    # Chunks of three pages, all of them full.
+    Case("eight rows, three pages", rows=6, k=3072, columns=90, live=5),
+    Case("sixteen rows, five pages", rows=13, k=5120, columns=80, extras=True, live=11),
 ]
 # More: products of many rows.
 MATRIX = [

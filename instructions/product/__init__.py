@@ -26,23 +26,25 @@ from megavm.vm.config import (
     MAX_SPAN_UNITS,
     MIN_GROUP_ROWS,
     MIN_MATRIX_ROWS,
+    MIN_ROWS_CHUNK_PAGES,
+    MOST_COUNTED_PAGES,
     NONE,
     PANEL_COLUMNS,
     ROW_CHUNK_PAGES,
-    ROWS_CHUNK_PAGES,
     SPLIT_COLUMNS,
     TILE_ROW_BYTES,
     TILES_PER_PAGE,
     UNIT_ROWS,
 )
 from megavm.vm.constants import Constant, largest, union
+from megavm.vm.cuda.memory import rows_chunk_pages
 from megavm.vm.isa import Instruction, StepShape, TagOrder
 from megavm.vm.layout import has_boxes
 from megavm.vm.operands import Field, present
 from megavm.vm.tensors import BF16, F32, DType, TensorSpec
 
-# Columns of bfloat16 that the GPU's kernel of several rows holds at a time.
-_WORDS_COLUMNS = ROWS_CHUNK_PAGES * TILES_PER_PAGE * TILE_ROW_BYTES // BF16.size
+# Most columns of an input that is exchanged as words in steps of several rows.
+_WORDS_COLUMNS = MIN_ROWS_CHUNK_PAGES * TILES_PER_PAGE * TILE_ROW_BYTES // BF16.size
 
 # On the CPU.
 _ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
@@ -121,14 +123,15 @@ class Product(Instruction, is_base=True):
             return both | {"matrix_rows": largest(matrix_rows(self.row_end - self.row_begin))}
         tile = TILE_ROW_BYTES // weight.dtype.size
         page = tile * TILES_PER_PAGE
+        pages = -(-width // page)
         return both | {
             "any_product": union(1),
             "group_rows": largest(group_rows(self.row_end - self.row_begin, weight.dtype)),
             "max_k": largest(width),
-            "span_units": largest(self._span_units(width > ROWS_CHUNK_PAGES * page)),
+            "span_units": largest(self._span_units(pages > rows_chunk_pages(pages))),
             "any_ragged_k": union(weight.columns % tile != 0),
             "any_partial_pages": union(width % page != 0),
-            "any_odd_pages": union(-(-width // page) % 2),
+            "unit_page_counts": union(1 << min(pages, MOST_COUNTED_PAGES)),
             "any_f32_weights": union(weight.dtype is F32),
             "any_inputs": union(1 << (2 * (x.dtype is F32) + x.tagged)),
         }
@@ -173,7 +176,7 @@ class Product(Instruction, is_base=True):
         if blocks > 1 and any(h in awaited for h in tagged):
             return TagOrder.BY_MACHINE
         first, last = self.k(tensors)
-        pages = ROW_CHUNK_PAGES if most_rows <= 1 else ROWS_CHUNK_PAGES
+        pages = ROW_CHUNK_PAGES if most_rows <= 1 else MIN_ROWS_CHUNK_PAGES
         row_bytes = (last - first) * weight.dtype.size
         chunked = row_bytes > pages * TILES_PER_PAGE * TILE_ROW_BYTES
         late = groups > 1 or (chunked and units > BLOCK_UNITS) or (blocks > 1 and awaited)

@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t count_arrived(PageCursor first, uint32_t mos
 
 // Whether a unit's pages in a chunk are processed two at a time.
 __device__ __forceinline__ bool is_paired(uint32_t pages) {
-  return !program::kAnyOddPages || pages % 2 == 0;
+  return !any_pages_left(2) || pages % 2 == 0;
 }
 
 // The consumers: multiply, and leave partial sums block by block.

@@ -11,50 +11,72 @@ __device__ __forceinline__ float scale_of(const Product& product, float squares)
   return rsqrtf(__fdividef(squares, static_cast<float>(product.tiling.k)) + product.eps);
 }
 
-// A warp reads the squares of kRows rows; of each, a lane has kBatch times four in flight. `ask`
-// issues the first loads of a row, `scale` waits for them.
+// A warp reads the squares of up to kRows rows. `ask` issues the first loads of a row; `scales`
+// waits for them, and reads what is left of all rows together: a lane has kBatch times four of each
+// row in flight, then kMore. With as little at once for one row after the other, 16 rows of 5120
+// columns waited four times, while the memory idled.
 template <uint32_t kRows = 1>
 class RowSquares {
  public:
   __device__ __forceinline__ RowSquares(const Stage& stage, const Product& input)
       : stage_(stage), input_(input) {
 #pragma unroll
-    for (uint32_t i = 0; i < kRows; ++i) forget(i);
+    for (uint32_t i = 0; i < kRows; ++i) forget(four_[i]);
   }
 
   // Issue the first loads of the i-th row. `row`: its number in x.
   __device__ __forceinline__ void ask(uint32_t row, uint32_t i = 0) {
     row_[i] = row;
-    if constexpr (!kRagged) load(i, 0);
+    asked_ |= 1u << i;
+    if constexpr (!kRagged) load(four_[i], i, 0);
   }
 
-  // The scale of the i-th row, in all lanes.
-  __device__ __forceinline__ float scale(uint32_t i = 0) {
-    float sum = 0.0f;
+  // The scales of the rows that were asked for, in all lanes.
+  __device__ __forceinline__ void scales(float (&scale)[kRows]) {
+#pragma unroll
+    for (float& sum : scale) sum = 0.0f;
     if constexpr (kRagged) {
 #pragma unroll 1
       for (uint32_t c = lane_index(); c < squares().columns; c += kLanes)
-        sum += read_element(squares(), row_[i], c, input_.x_squares);
-    } else {
-#pragma unroll 1
-      for (uint32_t begin = 0; begin * kLanes * 4 < squares().columns; begin += kBatch) {
-        if (begin > 0) {
-          forget(i);
-          load(i, begin);
-        }
-        wait(i, begin);
 #pragma unroll
-        for (uint32_t j = 0; j < kBatch; ++j)
-          if (exists(begin + j)) sum += sum_of(four_[i][j]);
+        for (uint32_t i = 0; i < kRows; ++i)
+          if (asked(i)) scale[i] += read_element(squares(), row_[i], c, input_.x_squares);
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < kRows; ++i)
+        if (asked(i)) scale[i] = sum_of(four_[i], i, 0, scale[i]);
+#pragma unroll 1
+      for (uint32_t begin = kBatch; begin * kLanes * 4 < squares().columns; begin += kMore) {
+        FourSquares more[kRows][kMore];
+#pragma unroll
+        for (uint32_t i = 0; i < kRows; ++i) forget(more[i]);
+#pragma unroll
+        for (uint32_t i = 0; i < kRows; ++i)
+          if (asked(i)) load(more[i], i, begin);
+#pragma unroll
+        for (uint32_t i = 0; i < kRows; ++i)
+          if (asked(i)) scale[i] = sum_of(more[i], i, begin, scale[i]);
       }
     }
     __syncwarp();
-    for (uint32_t offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    return scale_of(input_, sum);
+#pragma unroll
+    for (float& sum : scale) {
+      for (uint32_t offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      sum = scale_of(input_, sum);
+    }
+  }
+
+  // The scale of the only row.
+  __device__ __forceinline__ float scale() {
+    static_assert(kRows == 1);
+    float found[1];
+    scales(found);
+    return found[0];
   }
 
  private:
   static constexpr uint32_t kBatch = 2;
+  static constexpr uint32_t kMore = 6 / kRows;
   static constexpr bool kRagged = program::kAnySquares & 4;  // some counts are not multiples of 4
   static constexpr bool kMayBeTagged = program::kAnySquares & 2;
   using FourSquares = Loaded<true, 4>;
@@ -71,36 +93,43 @@ class RowSquares {
   }
   __device__ __forceinline__ bool exists(uint32_t i) const { return column(i) < squares().columns; }
 
+  __device__ __forceinline__ bool asked(uint32_t i) const { return asked_ >> i & 1; }
+
   // NOTE: every register is written before a batch is loaded. Otherwise its second load waits until
   // the first has arrived, in case that its registers are still being loaded.
-  __device__ __forceinline__ void forget(uint32_t i) {
+  template <uint32_t kCount>
+  static __device__ __forceinline__ void forget(FourSquares (&fours)[kCount]) {
 #pragma unroll
-    for (FourSquares& four : four_[i]) four.forget();
+    for (FourSquares& four : fours) four.forget();
   }
 
-  __device__ __forceinline__ void load(uint32_t i, uint32_t begin) {
+  // Issue the loads of a batch of row i, whose number among the row's is `begin`.
+  template <uint32_t kCount>
+  __device__ __forceinline__ void load(FourSquares (&fours)[kCount], uint32_t i, uint32_t begin) {
 #pragma unroll
-    for (uint32_t j = 0; j < kBatch; ++j)
+    for (uint32_t j = 0; j < kCount; ++j)
       if (exists(begin + j))
-        four_[i][j].load(source(i).address +
-                         uint64_t{column(begin + j)} * FourSquares::kColumnBytes);
+        fours[j].load(source(i).address + uint64_t{column(begin + j)} * FourSquares::kColumnBytes);
   }
 
-  __device__ __forceinline__ float sum_of(const FourSquares& four) const {
-    return four.value(0) + four.value(1) + (four.value(2) + four.value(3));
-  }
-
-  // Reload the squares that are missing until all have arrived.
-  __device__ __forceinline__ void wait(uint32_t i, uint32_t begin) {
-    if (!tagged()) return;
-    await<true>(
-        source(i), four_[i], [&](uint32_t j) { return exists(begin + j); },
-        [&](uint32_t j) { return column(begin + j); }, true);
+  // `sum` and the squares of a batch. Those that are tagged are loaded again until all are there.
+  template <uint32_t kCount>
+  __device__ __forceinline__ float sum_of(FourSquares (&fours)[kCount], uint32_t i, uint32_t begin,
+                                          float sum) const {
+    if (tagged())
+      await<true>(
+          source(i), fours, [&](uint32_t j) { return exists(begin + j); },
+          [&](uint32_t j) { return column(begin + j); }, true);
+#pragma unroll
+    for (uint32_t j = 0; j < kCount; ++j)
+      if (exists(begin + j))
+        sum += fours[j].value(0) + fours[j].value(1) + (fours[j].value(2) + fours[j].value(3));
+    return sum;
   }
 
   const Stage& stage_;
   const Product& input_;
-  uint32_t row_[kRows] = {};
+  uint32_t row_[kRows] = {}, asked_ = 0;
   FourSquares four_[kRows][kBatch];
 };
 

@@ -6,7 +6,6 @@
 namespace megavm {
 
 constexpr uint32_t kChunkTiles = kChunkPages * kTilesPerWarp;  // a warp's tiles of a unit's chunk
-static_assert(kRowsChunkPages <= 2);
 // A *piece* is a lane's columns of a row of x in one tile: 16 bytes in the weights' element type.
 constexpr uint32_t kPieceColumns = kTileColumns / 4;
 
@@ -38,27 +37,28 @@ class RowsInput {
       x_row_[e] = x_row(stage_, input_, first_row + min_of(8 * e + lane_index() / 4, rows - 1));
   }
 
-  // Fetch a chunk of the group's rows. `live`: whether any of them is live. Tagged words are not
-  // waited for otherwise: those of dead rows might never be there.
+  // Fetch a chunk of the group's rows, of so many pages of a unit. `live`: whether any row is live.
+  // Tagged words are not waited for otherwise: those of dead rows might never be there.
+  template <uint32_t kOfUnit>
   __device__ __forceinline__ void fetch(uint32_t chunk, bool live) {
+    constexpr uint32_t kTiles = kOfUnit * kTilesPerWarp;
     const Tensor& x = this->x();
     if constexpr (program::kAnyRaggedK) {
-      if (live) fetch_ragged(chunk);
+      if (live) fetch_ragged<kTiles>(chunk);
     } else if constexpr (!kSingleRow) {
       // Only the kinds of input that the program has are compiled.
       const uint32_t kind = 1u << (2 * is_f32(x) + is_tagged(x));
-      if (program::kAnyInputs & kind & 8 && live) fetch<true, true>(chunk);
-      if (program::kAnyInputs & kind & 4) fetch<true, false>(chunk);
-      if (program::kAnyInputs & kind & 2 && live) fetch<false, true>(chunk);
-      if (program::kAnyInputs & kind & 1) fetch<false, false>(chunk);
+      if (program::kAnyInputs & kind & 8 && live) fetch<kTiles, true, true>(chunk);
+      if (program::kAnyInputs & kind & 4) fetch<kTiles, true, false>(chunk);
+      if (program::kAnyInputs & kind & 2 && live) fetch<kTiles, false, true>(chunk);
+      if (program::kAnyInputs & kind & 1) fetch<kTiles, false, false>(chunk);
     }
   }
 
  private:
   // Whether the column exists.
   __device__ __forceinline__ bool exists(uint32_t column) const {
-    constexpr bool kWhole = !program::kAnyPartialPages && !program::kAnyOddPages;
-    return kWhole || column < input_.tiling.k;
+    return !program::kAnyPartialPages || column < input_.tiling.k;
   }
 
   __device__ __forceinline__ const Tensor& x() const { return stage_.tensors[input_.x]; }
@@ -99,18 +99,19 @@ class RowsInput {
     for (uint32_t e = 0; e < kGroupEights; ++e) ptx::settle(words_[i * kGroupEights + e]);
   }
 
-  template <bool kF32, bool kTagged>
+  template <uint32_t kTiles, bool kF32, bool kTagged>
   __device__ __forceinline__ void fetch(uint32_t chunk) {
     using Raw = Loaded<kF32, kPieceColumns>;
     // Tiles whose pieces a lane has in flight: all loads are issued before any word is checked.
-    constexpr uint32_t kBatch = min_of(kChunkTiles, 64 / Raw::kWords);
-    static_assert(kChunkTiles % kBatch == 0);
+    constexpr uint32_t kMost = min_of(kTiles, 64 / Raw::kWords);
+    constexpr uint32_t kBatch = kTiles % kMost == 0 ? kMost : kTilesPerWarp;
+    static_assert(kTiles % kBatch == 0);
     constexpr uint32_t kBytes = Raw::kColumnBytes;
     SourceRow from[kGroupEights];
 #pragma unroll
     for (uint32_t e = 0; e < kGroupEights; ++e) from[e] = Raw::row_of(x(), x_row_[e], input_.x);
 #pragma unroll
-    for (uint32_t first = 0; first < kChunkTiles; first += kBatch) {
+    for (uint32_t first = 0; first < kTiles; first += kBatch) {
       Raw raw[kGroupEights][kBatch];
       uint32_t column[kBatch];
 #pragma unroll
@@ -153,9 +154,10 @@ class RowsInput {
   }
 
   // The same for rows that do not consist of whole tiles, element by element.
+  template <uint32_t kTiles>
   __device__ __forceinline__ void fetch_ragged(uint32_t chunk) {
 #pragma unroll 1
-    for (uint32_t i = 0; i < kChunkTiles; ++i) {
+    for (uint32_t i = 0; i < kTiles; ++i) {
       ptx::Words4 piece[kGroupEights];
 #pragma unroll
       for (uint32_t e = 0; e < kGroupEights; ++e) {
@@ -164,7 +166,7 @@ class RowsInput {
         piece[e] = packed(value);
       }
 #pragma unroll
-      for (uint32_t k = 0; k < kChunkTiles; ++k)
+      for (uint32_t k = 0; k < kTiles; ++k)
         if (k == i) set(k, piece);
     }
   }

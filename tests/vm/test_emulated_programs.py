@@ -36,7 +36,9 @@ from megavm.scheduler.llama.parallel import shard
 from megavm.scheduler.run.buckets import compile_bucket
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.cuda.memory import kernel_memory
 from megavm.vm.machine import MachineFault
+from megavm.vm.specialisation import specialisation
 from megavm.vm.target import Exchange
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
@@ -78,6 +80,24 @@ def test_a_llama_computes_what_the_cpu_does(stand_in: bool) -> None:
 def test_a_random_llama_computes_what_the_cpu_does(seed: int) -> None:
     """scripts/fuzz-llamas --bfloat16 runs many."""
     assert not check_random(random_case(seed), EmulatedMachine(seed=seed))
+
+
+@pytest.mark.parametrize("rows", [7, 12])
+def test_rows_of_three_pages_and_of_five_are_multiplied_three_pages_at_a_time(rows: int) -> None:
+    """As in models of a hidden size of 3072 or 5120, and attention to more rows and heads than workers."""
+    config = replace(
+        LLAMA, hidden_size=2112, intermediate_size=4160, num_layers=1, num_heads=34
+    )  # q has 2176 columns
+    emulated = runner_on(EmulatedMachine(seed=rows), "cuda", 5, config=config)
+    cpu = runner_on(CpuMachine(), "cpu", 1, config=config)
+    step = step_of([(s, range(40 + s, 41 + s)) for s in range(rows)])
+    for runner in (emulated, cpu):
+        runner.run(step, 1)
+    (bucket,) = emulated.programs.compiled
+    program = emulated.programs.program(bucket)
+    memory = kernel_memory(specialisation(program.instructions, program.tensors).common)
+    assert (memory.group_rows, memory.chunk_pages) == (8 if rows == 7 else 16, 3)
+    assert apart(emulated, cpu, rows) < TOLERANCE
 
 
 def test_steps_of_a_launch_read_what_those_before_wrote() -> None:

@@ -12,13 +12,14 @@ from megavm.vm.config import (
     BLOCK_UNITS,
     FIXED_BYTES,
     MATRIX_ROW_BYTES,
+    MAX_ROWS_CHUNK_PAGES,
     MIN_GROUP_ROWS,
     MIN_PAGES,
+    MIN_ROWS_CHUNK_PAGES,
     NUM_CONSUMER_WARPS,
     NUM_PAGES,
     PAGE_BYTES,
     ROW_CHUNK_PAGES,
-    ROWS_CHUNK_PAGES,
     SHARED_BYTES,
     TILE_ROW_BYTES,
     TILES_PER_PAGE,
@@ -49,6 +50,16 @@ class KernelMemory:
     pages: int
 
 
+def rows_chunk_pages(pages: int) -> int:
+    """The pages that a kernel of several rows multiplies at a time, if the shortest units have so many.
+
+    A worker fetches x anew for each chunk, and waits for it. Three pages in place of two mean fewer
+    chunks, but take registers from all other code of the kernel. They pay for units of three and of five
+    pages (hidden sizes 3072 and 5120), not for those of two, four and eight.
+    """
+    return MAX_ROWS_CHUNK_PAGES if pages in (3, 5) else MIN_ROWS_CHUNK_PAGES
+
+
 def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
     """The sizes of a kernel that these constants specialise (specialisation.py).
 
@@ -59,7 +70,9 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
     page_columns = TILES_PER_PAGE * TILE_ROW_BYTES // element_bytes  # columns of a row in one page
     unit_pages = max(1, -(-constants.get("max_k", 0) // page_columns))
     group_rows = 1 if one_row else constants.get("group_rows", MIN_GROUP_ROWS)
-    chunk_pages = min(ROW_CHUNK_PAGES if one_row else ROWS_CHUNK_PAGES, unit_pages)
+    counts = constants.get("unit_page_counts", 0)
+    shortest = (counts & -counts).bit_length() - 1  # the lowest bit
+    chunk_pages = min(ROW_CHUNK_PAGES if one_row else rows_chunk_pages(shortest), unit_pages)
     panel_bytes = chunk_pages * PAGE_BYTES // UNIT_ROWS if one_row else 0
     # Of larger groups, a half has the sums of half of a block.
     partial_floats = BLOCK_UNITS * NUM_CONSUMER_WARPS * min(group_rows, MIN_GROUP_ROWS) * UNIT_ROWS
