@@ -6,15 +6,19 @@
 
 namespace megavm {
 
-// Whether `count` pages, from `page` on, have arrived. All lanes get the same answer.
-__device__ __forceinline__ bool has_arrived(PageCursor page, uint32_t count) {
-  PageCursor mine = page;
-  mine.advance(lane_index());
-  const bool there =
-      __all_sync(~0u, lane_index() >= count || page_arrived(mine.slot).is_over(mine.phase));
+// Whether `count` pages, from `page` on, have arrived. All lanes get lane 0's answer.
+__device__ __forceinline__ bool has_arrived(const PageCursor& page, uint32_t count) {
+  bool there = true;
+  PageCursor each = page;
+  for (uint32_t i = 0; i < count; ++i, each.advance())
+    there &= page_arrived(each.slot).is_over(each.phase);
+  there = __shfl_sync(~0u, there, 0);
   __syncwarp();
-  if constexpr (kWarpArrivals > 1)
-    for (; there && count > 0; --count, page.advance()) page_arrived(page.slot).wait(page.phase);
+  if constexpr (kWarpArrivals > 1) {
+    each = page;
+    for (uint32_t i = 0; there && i < count; ++i, each.advance())
+      page_arrived(each.slot).wait(each.phase);
+  }
   return there;
 }
 

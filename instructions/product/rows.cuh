@@ -28,7 +28,7 @@ __device__ __forceinline__ void with_pages(uint32_t pages, Use&& use) {
   };
   when.template operator()<1>();
   when.template operator()<2>();
-  if (!any_pages_left(kChunkPages) || pages == kChunkPages) use.template operator()<kChunkPages>();
+  if (pages == kChunkPages) use.template operator()<kChunkPages>();
 }
 
 // The sums of one unit, with the input in registers.
@@ -223,7 +223,8 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
       for (uint32_t chunk = 0; chunk < tiling.chunks(); ++chunk) {
         const bool is_last = chunk + 1 == tiling.chunks();
         const bool looks_up = stays ? chunk == 0 : is_last;
-        const uint32_t pages = tiling.pages_of(chunk);
+        // A constant where all chunks are full.
+        const uint32_t pages = any_pages_left(kChunkPages) ? tiling.pages_of(chunk) : kChunkPages;
         const uint32_t last_tiles = tiling.tiles_of(chunk * kChunkPages + pages - 1);
 #pragma unroll 1
         for (uint32_t block = 0; block < span; block += block_units) {
@@ -234,20 +235,22 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
           // NOTE: every register is written on every path. A register that keeps its old value on
           // some path would be live in the whole kernel.
           PageTiles early[max_of(1, kRowsPreload)];
-          uint32_t num_early = 0, of_unit = 0;
+          uint32_t num_early = 0;
 #pragma unroll
           for (uint32_t i = 0; i != kRowsPreload; ++i) {
             early[i].clear();
-            if (of_unit == 0 && (i + pages > kRowsPreload || i >= units * pages ||
-                                 !has_arrived(consumer.page, pages)))
-              of_unit = kNone;  // take no more
-            if (of_unit == kNone) continue;
-            if (++of_unit == pages) of_unit = 0;
-            early[i].load(consumer.page.address(), consumer.warp(),
-                          of_unit == 0 ? last_tiles : kTilesPerPage);
-            consumer.finish(consumer.page);
-            consumer.page.advance();
-            num_early = i + 1;
+            // A unit's pages are taken together.
+            const auto has_unit = [&] {
+              return i + pages <= kRowsPreload && i < units * pages &&
+                     has_arrived(consumer.page, pages);
+            };
+            if (i == num_early && (i % pages > 0 || has_unit())) {
+              early[i].load(consumer.page.address(), consumer.warp(),
+                            (i + 1) % pages > 0 ? kTilesPerPage : last_tiles);
+              consumer.finish(consumer.page);
+              consumer.page.advance();
+              num_early = i + 1;
+            }
           }
           if (!waited) {
             consumer.begin_waiting();
