@@ -76,7 +76,7 @@ class RowSquares {
 
  private:
   static constexpr uint32_t kBatch = 2;
-  static constexpr uint32_t kMore = 6 / kRows;
+  static constexpr uint32_t kMore = 3;
   static constexpr bool kRagged = program::kAnySquares & 4;  // some counts are not multiples of 4
   static constexpr bool kMayBeTagged = program::kAnySquares & 2;
   using FourSquares = Loaded<true, 4>;
